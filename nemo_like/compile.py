@@ -58,8 +58,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
 
 def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a layer that its regions recompute; the layer itself where it has none."""
-    regions = [module for module in every_module(layer) if isinstance(module, CheckpointWrapper)]
-    return [unwrap_checkpoint_wrapper(region) for region in regions] or [_outermost(layer)]
+    regions = (module for module in every_module(layer) if isinstance(module, CheckpointWrapper))
+    return list(map(unwrap_checkpoint_wrapper, regions)) or [_outermost(layer)]
 
 
 def _outermost(layer: nn.Module) -> nn.Module:

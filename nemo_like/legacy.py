@@ -63,14 +63,12 @@ class SelectiveCheckpointer:
             ValueError: no layers, a pattern or class that matches nothing, or a model that is checkpointed already.
                 The model is unchanged then.
         """
-        self._checkpointed = []
-        config = self.config
+        self._checkpointed, config = [], self.config
         if config.mode == "none":
             return model
         refuse_checkpointed(model)
         if config.snn_timestep_checkpoint:
-            specs = config_specs(model, (), config)
-            self._checkpointed = list(apply_specs(model, specs))
+            self._checkpointed = list(apply_specs(model, config_specs(model, (), config)))
             return model
         report = profile_report
         if report is None and self._profiler is not None:

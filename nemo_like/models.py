@@ -49,8 +49,8 @@ class ModelSource:
         """`build`, and this source with what the model of a ``module:function`` declares: its sample input, and its config
         where it is one of transformers."""
         with torch.device(device):
-            made = self._made()
-        model, sample = made if isinstance(made, tuple) else (made, None)
+            result = self._call_factory()
+        model, sample = result if isinstance(result, tuple) else (result, None)
         model = (model if dtype is None else model.to(dtype)).train()
         config = getattr(model, "config", None) if hasattr(model, "main_input_name") else None
         return model, replace(self, sample=sample, config=config if self.config is None else self.config)
@@ -69,7 +69,7 @@ class ModelSource:
 
         return map_tensors(one, self.sample)
 
-    def _made(self) -> Any:
+    def _call_factory(self) -> Any:
         if self.config is None:
             return self.factory()  # the caller's own code raises its own errors
         try:
@@ -100,8 +100,9 @@ class ModelSource:
         if self.vocab_size is None:
             raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")
         check_positions(self.config, "--seq-len", seq_len, self.name if predicted else "")
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator).to(device)
+        ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
         return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -150,7 +151,8 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
     """
     most = most_positions(config)
     if most is not None and tokens > most:
-        if predicted and _rotates(config):
+        rotates = ("rope_parameters", "rope_theta", "rope_scaling")  # rotary embeddings, which have no weights
+        if predicted and any(getattr(text_config(config), name, None) for name in rotates):
             warn_once(
                 f"{tokens:,} tokens are more than the {most:,} positions of {predicted}: predicted as with a longer rotary "
                 "embedding. Training needs its rope_scaling: give a config with that."
@@ -160,12 +162,6 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
             f"{option} requires sequences of {tokens} tokens, and the model has positions for {most} "
             "(max_position_embeddings of its config). Give fewer, or a config with more."
         )
-
-
-def _rotates(config: object) -> bool:
-    """Return whether positions are rotary embeddings, which have no weights."""
-    text = text_config(config)
-    return any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
 
 def text_batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -290,13 +286,13 @@ def _import_factory(spec: str) -> Callable[[], Any]:
         pass  # a builtin, whose arguments are not known
 
     def build() -> Any:
-        made = factory()
-        model = made[0] if isinstance(made, tuple) and len(made) == 2 else made
+        result = factory()
+        model = result[0] if isinstance(result, tuple) and len(result) == 2 else result
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"Model {spec!r} returned {a_or_an(model)}; it must return a torch.nn.Module, or one with a sample input: "
                 "(model, sample)."
             )
-        return made
+        return result
 
     return build

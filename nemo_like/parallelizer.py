@@ -332,8 +332,12 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         compare_batches(model, ranks)
         keep_documents_apart(model)
     if job.precision.matmuls is not None:
-        modules = [bare(layer.module) for layer in layers]
-        float8_linears(modules, job.precision.matmuls, place.type, sharded=ranks is not None)
+        float8_linears(
+            [bare(layer.module) for layer in layers],
+            job.precision.matmuls,
+            place.type,
+            sharded=ranks is not None,
+        )
     if ranks is not None and job.tp.size > 1:
         apply_tensor_parallel(
             model,
@@ -426,9 +430,15 @@ def _shard(
 ) -> None:
     """FSDP2 over the layers `names`, the rest of the model, and the experts over the ranks that hold the same ones."""
     apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
-    keep = hasattr(model, STAGE_MARK)
-    found = find_layers(model, names)
-    plan = shard_layers(model, found, mesh, options=job.fsdp, mp_policy=policy, apart=apart, keep_gathered=keep)
+    plan = shard_layers(
+        model,
+        find_layers(model, names),
+        mesh,
+        options=job.fsdp,
+        mp_policy=policy,
+        apart=apart,
+        keep_gathered=hasattr(model, STAGE_MARK),
+    )
     if expert_mesh is not None:
         shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
         chain_prefetch(model, plan, job.fsdp, [each.module for each in experts])
@@ -449,10 +459,7 @@ def _on_ranks(job: Job, mesh: DeviceMesh | None) -> tuple[Job, DeviceMesh | None
         raise ValueError(f"world_size is {job.world_size}, but this job has {ranks} rank(s). Leave world_size out.")
     if job.device is not None:
         checked_device(job.device)
-    if mesh is None:
-        job = replace(job, world_size=ranks)
-    else:
-        job = _sized_by(job, mesh)
+    job = replace(job, world_size=ranks) if mesh is None else _sized_by(job, mesh)
     if job.is_single:
         if mesh is not None and ranks > 1:
             raise ValueError("strategy='single' uses no process group, but a mesh was given; use 'fsdp2' or 'ddp'.")
@@ -503,8 +510,7 @@ _DECIDED = ("strategy", "dp_replicate", "tp", "cp", "ep", "pp", "precision", "of
 
 def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object) -> nn.Module:
     """Checkpointing, loss and compilation for a model that is sharded; its shards and units stay as they are."""
-    plain = Job()
-    differing = [name for name in _DECIDED if getattr(job, name) != getattr(plain, name)]
+    differing = [name for name in _DECIDED if getattr(job, name) != getattr(Job(), name)]
     if differing or mesh is not None:
         name = differing[0] if differing else "mesh"
         wanted = job.words().get(name, getattr(job, name)) if differing else mesh
@@ -578,12 +584,11 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
     refuse_new_parameters(model, lambda: ())
     # The block of a list of experts calls those that have tokens, which are others on each rank.
     listed = any(is_list_of_experts(name, module) for name, module in bare_modules(model))
-    # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
-    group = mesh.get_group() if mesh.ndim == 1 else None
     return DistributedDataParallel(
         model,
         device_ids=[place.index] if place.type == "cuda" else None,
-        process_group=group,
+        # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
+        process_group=mesh.get_group() if mesh.ndim == 1 else None,
         find_unused_parameters=options.find_unused_parameters or listed,
         bucket_cap_mb=options.bucket_cap_mb,  # None: torch's default
         gradient_as_bucket_view=True,  # or every gradient would be in memory twice

@@ -89,8 +89,8 @@ class CutModel:
             setattr(tree, STAGE_MARK, True if isinstance(parts, SplitParts) else piece)
             names = tuple(parts.layers[i] for i in piece.layers)
             ac = job.ac.only(names) if isinstance(job.ac, Plan) else job.ac
-            own = replace(of_stage, layers=names, ac_scope="all", ac=ac, loss=None, planned_tokens=None)
-            yield CutStage(piece, tree, forward, own)
+            stage_job = replace(of_stage, layers=names, ac_scope="all", ac=ac, loss=None, planned_tokens=None)
+            yield CutStage(piece, tree, forward, stage_job)
         if isinstance(parts, SplitParts):
             parts.forget_weights()
 
@@ -108,7 +108,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     """Check that `model` can be cut for `job`, and plan its budget; changes nothing.
 
     Args:
-        model: bare, the same on every rank; it shares its layers with the stages.
+        model: the original model, the same on every rank; it shares its layers with the stages.
         job: on its ranks, with ``pp``.
         mesh: all its ranks.
         sample_input: one micro-batch.
@@ -146,9 +146,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         parts = SplitParts(model, job.pp.split, job.pp.stages, layers_found, sample_input, **lowered)
     device = local_device(mesh.device_type) if job.device is None else job.device
     planned = _planned(model, job, sample_input)
-    if not isinstance(parts, SplitParts):
-        check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
     if isinstance(parts, StageParts):
+        check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
         parts = replace(parts, sent_by=job.tp.sequence_ranks)
     return CutModel(model, parts, planned, mesh, device, LossMean(model, job.pp))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from nemo_like.layers.groups import group_of
 from nemo_like.offload import placed_on_host
 from nemo_like.options import CheckpointConfig, MemoryBudget, did_you_mean, parse_ac
 from nemo_like.profiling import MemoryProfiler
+from nemo_like.profiling.profile_report import MB
 
 
 def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
@@ -228,7 +230,6 @@ def _refuse_partial(plan: Plan, chosen: Sequence[Layer]) -> None:
 
 
 def _sharded(model: nn.Module) -> str | None:
-    """The name of a module that ``fully_shard`` was called on, if there is one."""
     return next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
 
 
@@ -288,8 +289,6 @@ def timestep_specs(model: nn.Module, config: CheckpointConfig) -> list[Checkpoin
 
 # Which of a model's layers a `CheckpointConfig` means: by class, by name pattern, by measured bytes.
 
-MB = 10**6
-
 
 def choose_layers(
     model: nn.Module,
@@ -312,8 +311,6 @@ def choose_layers(
     Raises:
         ValueError: a class or pattern matches nothing; the message names the field and what there is.
     """
-    if config.snn_timestep_checkpoint:
-        return ()  # timesteps instead of layers: see nemo_like.resolve, where the patterns name cells
     layers = tuple(candidates)
     if config.layer_classes is not None:
         layers = _of_classes_within(model, layers, config.layer_classes)
@@ -353,21 +350,14 @@ def layers_of_classes(model: nn.Module, classes: Sequence[str]) -> tuple[Layer, 
 
 def class_names(model: nn.Module) -> list[str]:
     """The class names of the modules in `model`, those that occur most often first."""
-    counts: dict[str, int] = {}
-    for name, module in bare_modules(model):
-        if name:
-            kind = type(bare(module)).__name__
-            counts[kind] = counts.get(kind, 0) + 1
-    return sorted(counts, key=lambda kind: -counts[kind])
+    counts = Counter(type(bare(module)).__name__ for name, module in bare_modules(model) if name)
+    return [kind for kind, _ in counts.most_common()]
 
 
 def _of_classes_within(model: nn.Module, scope: Sequence[Layer], classes: Sequence[str]) -> tuple[Layer, ...]:
     matches = layers_of_classes(model, classes)
-    within = tuple(
-        match
-        for match in matches
-        if any(match.fqn == layer.fqn or match.fqn.startswith(f"{layer.fqn}.") for layer in scope)
-    )
+    names = {layer.fqn for layer in scope}
+    within = tuple(match for match in matches if _is_within(match.fqn, names))
     if not within:
         known = class_names(model)
         why = "only outside the layers in scope" if matches else "nowhere in the model"
@@ -395,9 +385,7 @@ def _matching(field: str, patterns: Sequence[str], names: Sequence[str]) -> set[
 
 
 def _is_within(name: str, modules: set[str]) -> bool:
-    """Return whether `modules` holds `name` or a module above it."""
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in modules for end in range(1, len(parts) + 1))
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _nothing_chosen(layers: Sequence[Layer], config: CheckpointConfig, saved: Mapping[str, int] | None) -> str:

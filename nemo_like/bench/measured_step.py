@@ -6,7 +6,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +20,6 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.profiling.layer_trace import counter_of, run_model
 
 
-@dataclass(frozen=True)
-class MeasuredBytes:
-    """Beyond parameters, gradients and inputs."""
-
-    held: int  # Alive between forward and backward.
-    peak: int  # The most that is alive at one time during the step.
-
-
 def step_loss(model: nn.Module, sample: object) -> torch.Tensor:
     """Forward: the model's own loss, or the mean of squares of what it returns."""
     output = run_model(model, sample)
@@ -41,22 +32,25 @@ def step_loss(model: nn.Module, sample: object) -> torch.Tensor:
 def zero_gradients(model: nn.Module) -> None:
     """Gradients that are there before the step, so that their bytes are not counted for any mode."""
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+        elif parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
-def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> MeasuredBytes:
-    """One step's bytes: of a device by its allocator, of the CPU by the storages that operators make."""
+def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> tuple[int, int]:
+    """Return the bytes alive between forward and backward of a step, and the most at one time.
+
+    They are those beyond parameters, gradients and inputs: of a device by its allocator, of the CPU by the storages that
+    operators make.
+    """
     zero_gradients(model)
     with counter_of(model, sample) if device.type == "cpu" else DeviceBytes(device) as meter:
         loss = step_loss(model, sample)
         wait_for(device)
         held = meter.live
         loss.backward()
-        return MeasuredBytes(held, meter.take_peak())
+        return held, meter.take_peak()
 
 
 def measure_flops(model: nn.Module, sample: object) -> tuple[int, int]:
@@ -108,8 +102,7 @@ def time_steps(
     def step_of(model: nn.Module) -> Callable[[], None]:
         return lambda: step_loss(model, sample).backward()
 
-    steps = [step_of(model) for model in models]
-    return take_turns(steps, device, repeats, warmup, lambda index: zero_gradients(models[index]))
+    return take_turns(list(map(step_of, models)), device, repeats, warmup, lambda index: zero_gradients(models[index]))
 
 
 @contextlib.contextmanager

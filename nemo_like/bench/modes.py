@@ -51,11 +51,9 @@ class Mode:
 
 def our_modes(budgets: Sequence[str]) -> list[Mode]:
     """Return the modes that `parallelize`'s ``ac=``, ``offload=`` and ``loss=`` offer."""
-    words = [Mode(word, functools.partial(_ours, word)) for word in AC_STRATEGIES]
-    planned = [Mode(f"budget {budget}", functools.partial(_budget, budget)) for budget in budgets]
     return [
-        *words,
-        *planned,
+        *(Mode(word, functools.partial(_ours, word)) for word in AC_STRATEGIES),
+        *(Mode(f"budget {budget}", functools.partial(_budget, budget)) for budget in budgets),
         _offloaded("full + offload boundary", "full", OffloadConfig(mode="boundary", min_bytes=MIN_BYTES)),
         _offloaded("selective + offload saved", "selective", OffloadConfig(mode="saved", min_bytes=MIN_BYTES)),
         _offloaded("offload all", "none", OffloadConfig(mode="all", min_bytes=MIN_BYTES)),
@@ -93,8 +91,9 @@ def pick(modes: list[Mode], names: Sequence[str] | None) -> list[Mode]:
     for name in names:
         if normalise(name) not in known:
             there = [mode.name for mode in modes]
-            hint = did_you_mean(name, there)
-            raise ValueError(f"There is no mode {name!r} here; there are: {'; '.join(there)}.{hint}")
+            raise ValueError(
+                f"There is no mode {name!r} here; there are: {'; '.join(there)}.{did_you_mean(name, there)}"
+            )
     return [known["none"]] + [known[normalise(name)] for name in names if normalise(name) != "none"]
 
 
@@ -110,28 +109,22 @@ def _chunked_loss(model: nn.Module, sample: object) -> None:
     chunk_model_loss(model, ChunkedLoss())
 
 
-def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``make(forward)`` in each layer's place, as PyTorch's own recipes do."""
+def _torch_per_layer(model: nn.Module, sample: object, **settings: Any) -> None:
+    """Put torch's `checkpoint` in the place of each layer's forward, as PyTorch's own recipes do."""
     for layer in find_layers(model):
-        layer.module.forward = make(layer.module.forward)
-
-
-def _torch_per_layer(model: nn.Module, sample: object) -> None:
-    _replace_forward(model, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False))
+        layer.module.forward = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, **settings)
 
 
 def _torch_selective(model: nn.Module, sample: object) -> None:
     """Apply PyTorch's selective contexts with the rule of torchtitan and NeMo Automodel: every second mm is dropped."""
     ops = torch.ops.aten
-    saved = {
-        ops.mm.default,
-        ops.linear.default,
+    matmuls = {ops.mm.default, ops.linear.default}
+    saved = matmuls | {
         ops._scaled_dot_product_efficient_attention.default,
         ops._scaled_dot_product_flash_attention.default,
         ops._scaled_dot_product_flash_attention_for_cpu.default,
         ops.max.default,
     }
-    matmuls = {ops.mm.default, ops.linear.default}
 
     def contexts() -> Any:
         counts = {False: 0, True: 0}
@@ -140,14 +133,11 @@ def _torch_selective(model: nn.Module, sample: object) -> None:
             if op in matmuls:
                 counts[context.is_recompute] += 1
             dropped = op in matmuls and counts[context.is_recompute] % 2 == 0
-            keep = op in saved and not dropped
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if op in saved and not dropped else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
-    _replace_forward(
-        model, lambda forward: functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-    )
+    _torch_per_layer(model, sample, context_fn=contexts)
 
 
 def _save_on_cpu(model: nn.Module, sample: object) -> None:

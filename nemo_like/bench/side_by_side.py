@@ -69,16 +69,15 @@ class SideBySide:
     def run(self, modes: Sequence[Mode]) -> list[MeasuredMode]:
         """Prepare and measure each mode, then let all take turns."""
         candidates = self._measured(self._prepared(modes))
-        models = [candidate.model for candidate in candidates]
-        timed = time_steps(models, self.sample, self.device, self.options.repeats, self.options.warmup)
+        models, options = [candidate.model for candidate in candidates], self.options
+        timed = time_steps(models, self.sample, self.device, options.repeats, options.warmup)
         for candidate, times in zip(candidates, timed):
             candidate.row |= summarize(times, timed[0])
         return candidates
 
     def _prepared(self, modes: Sequence[Mode]) -> list[MeasuredMode]:
         """One model per mode. On one device they share their parameters, so that large models fit."""
-        base: nn.Module | None = None
-        candidates: list[MeasuredMode] = []
+        base, candidates = None, list[MeasuredMode]()
         for mode in modes:
             if base is None or self.options.strategy != "single":
                 torch.manual_seed(0)
@@ -96,8 +95,7 @@ class SideBySide:
 
     def _measured(self, candidates: list[MeasuredMode]) -> list[MeasuredMode]:
         """Return the `candidates` that ran, with their bytes, FLOPs and gradients."""
-        wanted: dict[str, torch.Tensor] = {}
-        ran = []
+        wanted, ran = dict[str, torch.Tensor](), list[MeasuredMode]()
         for candidate in candidates:
             try:
                 before = candidate.moved()
@@ -107,8 +105,8 @@ class SideBySide:
                 candidate.row["gradients"] = compare_gradients(wanted, gradients)
                 eager = candidate.mode.backend is None  # a compiled graph is one operator to the counters
                 if eager or self.device.type != "cpu":
-                    counted = measure_bytes(candidate.model, self.sample, self.device)
-                    candidate.row |= {"peak_mb": counted.peak / 1e6, "held_mb": counted.held / 1e6}
+                    held, peak = measure_bytes(candidate.model, self.sample, self.device)
+                    candidate.row |= {"peak_mb": peak / 1e6, "held_mb": held / 1e6}
                 if eager:
                     candidate.row["flops"] = measure_flops(candidate.model, self.sample)
             except _ERRORS as error:
@@ -200,13 +198,15 @@ class Comparison:
             f"Fastest: {fastest['mode']}, {table.three_digits(fastest['step_ms'])} ms. Least memory: {least['mode']}, "
             f"{unit.word(round(least['peak_mb'] * 1e6))} at {least['ratio']:.2f} times the step of none."
         )
-        below = [
+        lines = [
+            paragraph(answer, width),
+            paragraph(f"Measured: {about}.", width),
+            "",
             table.Table(columns, cells).with_note(width=width),
-            *(paragraph(n, width) for n in [*self.notes, _NOTE]),
+            *(paragraph(note, width) for note in (*self.notes, _NOTE)),
+            f"Next: nemo-like plan --model {self.about['model']} --gpus 8, for GPUs that you do not have.",
         ]
-        below.append(f"Next: nemo-like plan --model {self.about['model']} --gpus 8, for GPUs that you do not have.")
-        above = paragraph(answer, width), paragraph(f"Measured: {about}.", width)
-        return "\n".join([*above, "", *below])
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return everything, values unrounded."""
@@ -243,7 +243,6 @@ def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[
 
 
 def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
-    """Return the conditions of a comparison."""
     return {
         "model": options.model,
         "step": f"input {options.input_shape}"

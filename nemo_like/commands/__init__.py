@@ -7,6 +7,7 @@ import textwrap
 
 from nemo_like.recipes import JOBS
 
+# The commands there are, by group and name, and what each is for.
 GROUPS = {
     "without a GPU": {
         "layers": "print the layers of a model: its groups, units to shard and to checkpoint, their parameters and bytes",
@@ -24,7 +25,6 @@ GROUPS = {
     },
     "train": JOBS,
 }
-"""The commands there are, by group and name, and what each is for."""
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
 # The help of ``--lora``.

@@ -79,8 +79,9 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     _check(args)
     words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
     words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
-    shape = None if args.input_shape is None else parse_shape("--input-shape", args.input_shape)
-    words |= {"dtype": parse_dtype("--dtype", args.dtype), "input_shape": shape, "peers": not args.no_peers}
+    words |= {"dtype": parse_dtype("--dtype", args.dtype), "peers": not args.no_peers}
+    if args.input_shape is not None:
+        words["input_shape"] = parse_shape("--input-shape", args.input_shape)
     return BenchOptions(**words)
 
 

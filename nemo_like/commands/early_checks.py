@@ -34,16 +34,15 @@ def check_early(args: argparse.Namespace) -> None:
     for name in _COUNTS.split():
         for value in _each(values.get(name)):
             if isinstance(value, int) and value < 1:
-                word = FLAGS[name].word if name in FLAGS else flag(name)
-                raise ValueError(f"{word} is {value}; it must be >= 1.")
+                raise ValueError(f"{FLAGS[name].word if name in FLAGS else flag(name)} is {value}; it must be >= 1.")
     for name in FLAGS:
         for value in _each(values.get(name)):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 check_flag(name, value)
     gpus = values.get("gpus", values.get("world_size"))
-    sizes = {name: values[name] for name in _AXES if name in values}
-    sizes = {name: size[0] if isinstance(size, list) and len(size) == 1 else size for name, size in sizes.items()}
-    sizes = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+    of_axes = {name: [*_each(values.get(name))] for name in _AXES}
+    single = {name: of_axis[0] for name, of_axis in of_axes.items() if len(of_axis) == 1}
+    sizes = {name: size for name, size in single.items() if isinstance(size, int) and size > 1}
     if isinstance(gpus, int) and sizes and (problem := undivided(sizes, gpus, f"--gpus {gpus}")):
         raise ValueError(problem)
 

@@ -28,8 +28,7 @@ def check(args: argparse.Namespace) -> None:
 
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
-    options = args.options
-    return f"Fine-tuning {options.model} on {options.data} ..."
+    return f"Fine-tuning {args.options.model} on {args.options.data} ..."
 
 
 def run(args: argparse.Namespace) -> int:

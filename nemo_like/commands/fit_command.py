@@ -18,7 +18,6 @@ from nemo_like.flags import FLAGS, add_flags, add_pins, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
-    from nemo_like.job import Job
     from nemo_like.planning.fit.report import FitReport
 
 EXAMPLES = (
@@ -109,7 +108,6 @@ def first_line(args: argparse.Namespace) -> str:
 
 
 def _words(text: str) -> str | list[str]:
-    """One word, or several between commas."""
     words = [word.strip() for word in text.split(",")]
     return words[0] if len(words) == 1 else words
 
@@ -119,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.fit import fit
 
     if args.calibrate and args.model is None:
-        others = set(vars(args)) - {"command", "run", "parser", "own", "calibrate"}
-        refuse_unread(args, sorted(others), "--calibrate without --model measures this device and nothing else.")
+        others = sorted(vars(args).keys() - {"command", "run", "parser", "own", "calibrate"})
+        refuse_unread(args, others, "--calibrate without --model measures this device and nothing else.")
         _calibrate()
         return 0
     _check_files(args)
@@ -150,25 +148,19 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.json, json.dumps(report.to_dict(), indent=1))
     if not report.candidates:
         return 1
-    job, more = _best(args, report)
-    write_to(args, job, **more)
+    best = report.best
+    write_to(args, best.job.change(world_size=args.gpus), ac=best.ac, batch_size=best.layout.micro_batch)
     if not args.save:
         return 0
-    if report.best.plan is None:
+    if best.plan is None:
         print(
-            f"nemo-like fit: --save wrote nothing: the fastest has ac={report.best.ac!r}, which is not a plan. "
+            f"nemo-like fit: --save wrote nothing: the fastest has ac={best.ac!r}, which is not a plan. "
             "Pin --ac plan for the fastest that has one.",
             file=sys.stderr,
         )
         return 1
-    report.best.plan.save(args.save)
+    best.plan.save(args.save)
     return 0
-
-
-def _best(args: argparse.Namespace, report: FitReport) -> tuple[Job, dict[str, Any]]:
-    """Return the fastest as a job on all GPUs, and what settings have that a job does not."""
-    best = report.best
-    return best.job.change(world_size=args.gpus), {"ac": best.ac, "batch_size": best.layout.micro_batch}
 
 
 def _paste(args: argparse.Namespace, report: FitReport) -> str:
@@ -177,15 +169,19 @@ def _paste(args: argparse.Namespace, report: FitReport) -> str:
         return ""
     from nemo_like.settings.paste import trainer_call
 
-    job, more = _best(args, report)
-    dtype = dtype_word(parse_dtype("--dtype", args.dtype))
-    return trainer_call(job, **more, seq_len=args.seq_len, lora=args.lora, dtype=dtype)
+    return trainer_call(
+        report.best.job.change(world_size=args.gpus),
+        ac=report.best.ac,
+        batch_size=report.best.layout.micro_batch,
+        seq_len=args.seq_len,
+        lora=args.lora,
+        dtype=dtype_word(parse_dtype("--dtype", args.dtype)),
+    )
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
     """Return the job of the flags, as keywords of `fit`."""
-    flags = {name: getattr(args, name) for name in _JOB}
-    job = job_of({name: value for name, value in flags.items() if name not in ("balance", "reduce_dtype")}, ac="none")
+    job = job_of({name: getattr(args, name) for name in _JOB if name not in ("balance", "reduce_dtype")}, ac="none")
     precisions = args.precision if isinstance(args.precision, list) else [args.precision]
     if args.reduce_dtype is not None:
         if precisions == [None]:

@@ -101,21 +101,19 @@ def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Itera
 
 
 def _runs(layers_found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
-    """`found` with neighbours that differ only in their index put together."""
+    """Yield the layers, with neighbours that differ only in their index put together."""
     from nemo_like.layers import is_frozen
 
     members: dict[tuple, list[str]] = {}
     for layer in layers_found:
         parent, _, index = layer.fqn.rpartition(".")
-        parameters = list(layer.module.parameters())
-        trainable = not is_frozen(layer.module)
         key = (
             layer.group,
             parent,
             type(layer.module).__name__,
-            sum(parameter.numel() for parameter in parameters),
-            sum(parameter.nbytes for parameter in parameters),
-            trainable,
+            sum(parameter.numel() for parameter in layer.module.parameters()),
+            sum(parameter.nbytes for parameter in layer.module.parameters()),
+            not is_frozen(layer.module),
             layer.fqn in chosen,
         )
         members.setdefault(key, []).append(index)
@@ -166,19 +164,19 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
         for item in report.runs
     ]
     outside = (parameters_word(report.outside_parameters), unit.number(report.outside_bytes))
-    rows.append(("", "(outside layers)", "", "1", *outside, "root", "no"))
-    table = Table(columns, tuple(rows))
+    table = Table(columns, (*rows, ("", "(outside layers)", "", "1", *outside, "root", "no")))
     counts = {group: sum(i.count for i in report.runs if i.group == group) for group in (i.group for i in report.runs)}
     first = (
         f"{report.model_class}: {parameters_word(report.parameters)} parameters, "
         f"{byte_word(report.bytes)}; layers: "
         f"{', '.join(f'{count} {group}' for group, count in counts.items())}."
     )
-    below = [table.with_note(width=width)]
+    lines = [paragraph(first, width), "", table.with_note(width=width)]
     if any(item.checkpointed and not item.trainable for item in report.runs):
-        note = "if used: the layer is frozen, and checkpointed where a gradient flows through it."
-        below.append(paragraph(note, width))
-    return "\n\n".join([paragraph(first, width), "\n".join(below)]) + "\n"
+        lines.append(
+            paragraph("if used: the layer is frozen, and checkpointed where a gradient flows through it.", width)
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _checkpointed(item: Run) -> str:

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         print(_left_out(query, inputs, width), end="", flush=True)
     if say and report.best is None:
         print(f"\n{paragraph(WAYS_OUT, width)}")
-    ac = None if report.best is None else report.best.ac
+    ac = "full" if report.best is None else report.best.ac
     check = _check_rank(args, step.job, step.model, step.input[0], ac) if args.check else None
     if say:
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
@@ -132,9 +132,9 @@ def run(args: argparse.Namespace) -> int:
         "check": check,
     }
     write_text(args.json, json.dumps(head | report.to_dict(), indent=1))
-    if args.save and report.best is not None:
-        report.best.plan.save(args.save)
     if report.best is not None:
+        if args.save:
+            report.best.plan.save(args.save)
         write_to(args, step.job, ac=report.best.ac, seq_len=step.seq_len, batch_size=step.batch)
     for reason in report.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
@@ -177,13 +177,12 @@ def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int |
     from nemo_like.planning.predict import START
     from nemo_like.planning.report import gpu_unit
 
-    start = {"world_size": search.gpus, "seq_len": search.seq_len, "batch_size": search.batch}
     starts = {
-        "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
-        "seq_len": min(START, positions or START),
-        "batch_size": 1,
+        "world_size": (search.gpus, gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate)),
+        "seq_len": (search.seq_len, min(START, positions or START)),
+        "batch_size": (search.batch, 1),
     }
-    return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))
+    return argparse.Namespace(**(vars(args) | {name: size for name, (searched, size) in starts.items() if searched}))
 
 
 def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:
@@ -191,24 +190,17 @@ def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:
     if not (query.idle_layers() or inputs.missing):
         return ""
     why = f" {inputs.missing[0].upper()}{inputs.missing[1:]}." if inputs.missing else ""
-    return (
-        "\n"
-        + paragraph(
-            f"Left out: {query.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
-            "From Python: predict(model, sample_input=...).",
-            width,
-        )
-        + "\n"
+    words = (
+        f"Left out: {query.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
+        "From Python: predict(model, sample_input=...)."
     )
+    return f"\n{paragraph(words, width)}\n"
 
 
-def _check_rank(
-    args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: object, ac: str | None
-) -> dict[str, Any]:
-    """Run `job` on rank 0 and print how far the plan is off; returned in JSON values. `ac`: None: nothing fits."""
+def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: object, ac: str) -> dict[str, Any]:
+    """Run `job` on rank 0 and print how far the plan is off; returned in JSON values."""
     from nemo_like.fake_rank import dry_run
 
-    ac = ac or "full"
     start = time.perf_counter()
     checked = dry_run(model, job.change(ac=ac), sample)
     seconds = time.perf_counter() - start

@@ -18,6 +18,8 @@ from nemo_like.planning.model.inputs import Media, ModelInput, model_input, quie
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import Step
 
+_TEXT_ONLY = Media(images=0, audio_seconds=0.0)
+
 
 def query_with_inputs(
     make: Callable[[Any], PlanQuery], model: nn.Module, source: ModelSource, args: argparse.Namespace
@@ -34,17 +36,16 @@ def query_with_inputs(
         return make(_shaped(args)), ModelInput({}, f"an input of {args.input_shape}")
     if source.sample is not None:
         _refuse_media(args)
-        given_sample = own_sample(source, args)
-        return make(given_sample), ModelInput({}, describe(*split_sample(given_sample)))
+        sample = own_sample(source, args)
+        return make(sample), ModelInput({}, describe(*split_sample(sample)))
     text = _text(source, args, predicted=True)
-    words = f"{args.batch_size} x {args.seq_len} tokens"
     if source.config is None:
         _refuse_media(args)
-        return make(text["input_ids"]), ModelInput(text, words)
+        return make(text["input_ids"]), ModelInput(text, f"{args.batch_size} x {args.seq_len} tokens")
     inputs = model_input(model, text, media)
     if inputs.missing and _asked(args):
         raise ValueError(f"{args.model}: {inputs.missing}. From Python: plan_for(model, budget, sample_input).")
-    beside = set(inputs.tensors) - set(text)
+    beside = inputs.tensors.keys() - text.keys()
     if not beside:
         _refuse_media(args)
     if not beside or "input_ids" not in inputs.tensors:
@@ -55,7 +56,7 @@ def query_with_inputs(
     except ValueError as error:
         if _asked(args):
             raise
-        alone = model_input(model, text, Media(images=0, audio_seconds=0.0))
+        alone = model_input(model, text, _TEXT_ONLY)
         reason = f"{', '.join(sorted(beside))}: {str(error).partition('. Give what')[0]}"
         return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
 
@@ -66,9 +67,8 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
     Args:
         words: what the input of `query` is.
     """
-    text_alone = bool(query.idle_layers())
 
-    def given(batch: int, length: int) -> tuple[Any, str]:
+    def sized(batch: int, length: int) -> tuple[Any, str]:
         other = argparse.Namespace(**(vars(args) | {"batch_size": batch, "seq_len": length or args.seq_len}))
         if args.input_shape:
             return _shaped(args), words
@@ -78,16 +78,15 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
         text = _text(source, other, predicted=other.seq_len <= args.seq_len)
         if source.config is None:
             return text["input_ids"], f"{batch} x {length} tokens"
-        media = Media(images=0, audio_seconds=0.0) if text_alone else _media(args)
-        inputs = model_input(model, text, media)
+        inputs = model_input(model, text, _TEXT_ONLY if query.idle_layers() else _media(args))
         return dict(inputs.tensors), inputs.words
 
     has_sample = bool(args.input_shape) or source.sample is not None
-    return Step(model, query.job, given, args.batch_size, 0 if has_sample else args.seq_len)
+    return Step(model, query.job, sized, args.batch_size, 0 if has_sample else args.seq_len)
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
-    """The sample input that ``module:function`` returned, with ``--batch-size`` sequences where that was given."""
+    """Return the sample input of ``module:function``, with ``--batch-size`` sequences where that is set."""
     refuse_unread(args, ["seq_len", "vocab_size"], f"{source.name} returns its own sample input.")
     return source.sample if args.batch_size == 1 else source.sample_of(args.batch_size)
 

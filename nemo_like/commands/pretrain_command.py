@@ -31,8 +31,7 @@ def check(args: argparse.Namespace) -> None:
 
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
-    options = args.options
-    return f"Pretraining {options.model} on {options.data or 'the standard library'} ..."
+    return f"Pretraining {args.options.model} on {args.options.data or 'the standard library'} ..."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
-    for name, value in (("--limit", args.limit), ("--runs", args.runs)):
-        if value is not None:
-            check_whole(name, value, 1)
+    if args.limit is not None:
+        check_whole("--limit", args.limit, 1)
+    check_whole("--runs", args.runs, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     check_writable("--json", args.json)
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         names = recommend(report, budget / 1e6)
         layers = f"recompute {len(names)} of {len(report)} layers" if names else "recompute nothing"
         peak = report.unit.word(report.predict_peak_bytes(names))
-        sentence = f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}."
-        sys.stdout.write(paragraph(sentence, width) + "\n")
+        print(paragraph(f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}.", width))
         last = f"Paste: model = parallelize(model, ac='full', layers={names})" if names else "Paste: ac='none'"
     sys.stdout.write(f"{report.table(args.limit, width)}\n\n{paragraph(last, width)}\n")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import as_flag, check_writable
@@ -60,8 +60,7 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
     settings = read_settings(path)
     values = dict(settings.values)
-    given = {word.partition("=")[0] for word in argv}
-    if "dp_shard" not in actions or given & _AXES:
+    if "dp_shard" not in actions or _AXES & {word.partition("=")[0] for word in argv}:
         values.pop("dp_shard", None)  # the number of ranks and the other axes decide it
     for axis in _SPLITS:
         if str(getattr(known, axis) or values.get(axis, 1)) == "1":
@@ -79,8 +78,7 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     lines = [f"{path}, of {settings.framework}: {' '.join(read) or 'nothing that is read'}"]
     lines += [f"No option here: {' '.join(unused)}"] if unused else []
     lines += [f"Not understood: {'; '.join(settings.not_understood)}"] if settings.not_understood else []
-    width = screen_width()
-    parser.set_defaults(from_words="".join(f"{paragraph(line, width)}\n" for line in lines))
+    parser.set_defaults(from_words="".join(f"{paragraph(line, screen_width())}\n" for line in lines))
 
 
 def read_from(args: argparse.Namespace) -> str:
@@ -103,8 +101,7 @@ def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
     from nemo_like._util.words import dtype_word, parse_dtype
     from nemo_like.settings import write_settings
 
-    options: Mapping[str, Any] = vars(args)
-    more = {name: options.get(name) for name in ("model", "seq_len", "lora")} | values
-    left = write_settings(args.settings_to, job, **more, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
+    values = {name: getattr(args, name, None) for name in ("model", "seq_len", "lora")} | values
+    left = write_settings(args.settings_to, job, **values, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
     if left:
         print(paragraph(f"{args.settings_to} does not have: {'; '.join(left)}", screen_width()), file=sys.stderr)

@@ -101,12 +101,8 @@ def _end_of(path: Path) -> str:
 def _of_snapshot(snapshot: Mapping[str, Any], planned: PlannedJob | None, device: int | None) -> Explanation:
     devices = {each.device: each for each in timelines(snapshot)}
     if not devices or device not in (None, *devices):
-        has = (
-            f"it has {', '.join(f'device {number}' for number in devices)}"
-            if devices
-            else "it has no memory of any device"
-        )
-        raise SnapshotError(f"There is nothing to explain: {has}.")
+        has = ", ".join(f"device {number}" for number in devices) or "no memory of any device"
+        raise SnapshotError(f"There is nothing to explain: it has {has}.")
     timeline = max(devices.values(), key=lambda each: max(each.active)) if device is None else devices[device]
     return explained(timeline, planned)
 
@@ -116,11 +112,13 @@ def _with_outside(explanation: Explanation, used: int) -> Explanation:
     outside = used - explanation.reserved_bytes
     if outside < _OUTSIDE:
         return explanation
-    reason = (
+    outsider = Unexpected(
+        "outside of the allocator",
+        outside,
+        explanation.peak_bytes,
         f"of {byte_word(used)} in use, so much is not torch's: the context, NCCL, or contexts of other ranks, which "
-        "torch.cuda.set_device(local_rank) before the first CUDA call keeps away"
+        "torch.cuda.set_device(local_rank) before the first CUDA call keeps away",
     )
-    outsider = Unexpected("outside of the allocator", outside, explanation.peak_bytes, reason)
     every = sorted((*explanation.unexpected, outsider), key=lambda each: -each.size)
     return replace(explanation, unexpected=tuple(every))
 
@@ -190,8 +188,7 @@ _ALIKE = 0.02  # Share by which layers may differ and are called alike.
 def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanation:
     """Return the explanation of a device's timeline, compared with a plan where there is one."""
     parts, sources, at = parts_of(timeline), Sources(), timeline.peak_at
-    alive = timeline.alive(at)
-    comparison, peak = None, timeline.active[at + 1]
+    alive, comparison, peak = timeline.alive(at), None, timeline.active[at + 1]
     if planned is not None:
         parts, comparison = planned.compare(alive, parts)
     if planned is None or comparison is None or comparison.refusal:
@@ -268,8 +265,10 @@ def _rows(
         elif len(places) == 1:
             where = next(iter(places))
         yield Row(kind.value, size, sum(map(len, places.values())), where)
-        ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
         if len(places) > 1:
-            for place, blocks in ranked[:_PLACES]:
-                if place:
-                    yield Row(f"  {place}", sum(block.size for block in blocks), len(blocks))
+            ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
+            yield from (
+                Row(f"  {place}", sum(block.size for block in blocks), len(blocks))
+                for place, blocks in ranked[:_PLACES]
+                if place
+            )

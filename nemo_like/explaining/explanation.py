@@ -123,13 +123,13 @@ def _lines(explanation: Explanation) -> Iterable[str]:
     if explanation.rows:
         rows = ((row.what[:40], _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
         yield _table("what", "MiB", "blocks", "where", rows=rows)
-    if explanation.rows and explanation.named_bytes < peak:
-        yield f"{explanation.named_bytes / max(1, peak):.1%} of the bytes have a name."
-    if comparison is not None and comparison.parts:
-        sizes = comparison.parts.items()
-        rows = ((part, _mib(real), _mib(plan), _mib(real - plan)) for part, (real, plan) in sizes)
-        yield _table("compared with the plan", "MiB", "planned", "more", rows=rows)
+        if explanation.named_bytes < peak:
+            yield f"{explanation.named_bytes / max(1, peak):.1%} of the bytes have a name."
     if comparison is not None:
+        if comparison.parts:
+            sizes = comparison.parts.items()
+            rows = ((part, _mib(real), _mib(plan), _mib(real - plan)) for part, (real, plan) in sizes)
+            yield _table("compared with the plan", "MiB", "planned", "more", rows=rows)
         yield from (*comparison.layers, *filter(None, [paragraph(comparison.refusal, _WIDTH)]))
     if explanation.cures:
         lower = ((cure.change, _mib(cure.peak_after - peak), _mib(cure.peak_after)) for cure in explanation.cures)

@@ -188,7 +188,7 @@ def _own_process(processes: dict[int, int], reserved: int, used: int | None) -> 
     if used is not None and used - sum(processes.values()) >= reserved // 2:
         return None
     about = [number for number, size in processes.items() if 0.98 * reserved <= size <= 1.1 * reserved + 4 * GIB]
-    return min(about, key=lambda number: processes[number], default=None)
+    return min(about, key=processes.__getitem__, default=None)
 
 
 def _bytes(number: str, unit: str) -> int:
@@ -256,12 +256,11 @@ def _sized_causes(message: OutOfMemory) -> Iterator[tuple[int, Cause]]:
     reserved, outside = message.reserved_bytes, message.outside_bytes or 0
     used = (message.total_bytes or 0) - (message.free_bytes or 0)
     if len(sizes) > 1 and sizes[0] > 0.95 * sizes[-1] and sizes[-1] < 2.5 * GIB:
-        cause = Cause(
-            "other ranks' contexts",
+        words = (
             f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
-            "torch.cuda.set_device(local_rank) before any CUDA call.",
+            "torch.cuda.set_device(local_rank) before any CUDA call."
         )
-        yield elsewhere, cause
+        yield elsewhere, Cause("other ranks' contexts", words)
     elif elsewhere > 0.3 * GIB:
         words = f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with nvidia-smi and stop them."
         yield elsewhere, Cause("other processes", words)

@@ -33,6 +33,7 @@ from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import Step, row_of
 from nemo_like.transformers_compat import text_config
 
+# Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently.
 GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
     "weights": (MemoryKind.WEIGHTS, MemoryKind.MORE_WEIGHTS),
     "gradients": (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS),
@@ -43,7 +44,6 @@ GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
     "gathered weights and communication": (MemoryKind.COMMUNICATION,),
     "not planned": (MemoryKind.SAVED_STATE, MemoryKind.SCRIPT, MemoryKind.OLD),
 }
-"""Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently."""
 _KINDS = dict.fromkeys(STAYING, MemoryKind.WEIGHTS) | {
     Part.OPTIMIZER_STATE: MemoryKind.STATE,
     Part.OPTIMIZER_STEP: MemoryKind.STEP,
@@ -290,11 +290,12 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
     weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is MemoryKind.WEIGHTS)
     has, wants = bytes_of(weights & Counter(map(rounded, blocks))), bytes_of(weights)
     if has < _WEIGHTS_MATCH * wants:
-        reason = (
-            f"Not compared with the plan: blocks of the recording have the sizes of {write_bytes(has)} of its "
-            f"{write_bytes(wants)} of weights. Give the --model, --dtype, --precision and --gpus that ran."
+        return parts, Comparison(
+            total,
+            at,
+            refusal=f"Not compared with the plan: blocks of the recording have the sizes of {write_bytes(has)} of its "
+            f"{write_bytes(wants)} of weights. Give the --model, --dtype, --precision and --gpus that ran.",
         )
-        return parts, Comparison(total, at, refusal=reason)
     last = max(blocks, key=lambda block: block.born)
     tensors = planned.alive_like(_recorded(blocks, parts), _PHASES.get(parts.named[last].phase, ""))
     parts = _named_alike(blocks, parts, tensors)

@@ -43,9 +43,6 @@ class _PlainValues(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise SnapshotError(f"it wants to build {module}.{name}, and a snapshot has plain values alone")
 
-    def persistent_load(self, pid: object) -> Any:
-        raise SnapshotError("it refers to something outside of the file")
-
 
 def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict of a snapshot: of a file, also a gzipped one, or as ``torch.cuda.memory._snapshot()`` returns it.
@@ -147,7 +144,7 @@ class Timeline:
 
     def alive(self, at: int) -> list[Block]:
         """Return the blocks after event `at`, the largest first."""
-        alive = [block for block in self.blocks if block.born <= at and block.outlives(at)]
+        alive = (block for block in self.blocks if block.born <= at and block.outlives(at))
         return sorted(alive, key=lambda block: -block.size)
 
     def peak_without(self, blocks: Mapping[Block, int], back: Mapping[Block, int] | None = None) -> int:
@@ -171,8 +168,8 @@ def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
     traces, segments = snapshot["device_traces"], snapshot["segments"]
     numbers = {segment.get("device", 0) for segment in segments} | {k for k, trace in enumerate(traces) if trace}
     for device in sorted(numbers):
-        own = [segment for segment in segments if segment.get("device", 0) == device]
-        yield timeline(own, traces[device] if device < len(traces) else [], device)
+        of_device = [segment for segment in segments if segment.get("device", 0) == device]
+        yield timeline(of_device, traces[device] if device < len(traces) else [], device)
 
 
 def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device: int = 0) -> Timeline:
@@ -218,8 +215,8 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     start = sum(segment["total_size"] for segment in segments) - sum(grown)
     if start < 0:
         notes.append("The trace gives segments back that it never took: its beginning is lost.")
-    reserved = array("q", accumulate(grown, initial=start))
-    return Timeline(device, trace, segments, blocks, array("q", accumulate(change)), reserved, notes)
+    active, reserved = array("q", accumulate(change)), array("q", accumulate(grown, initial=start))
+    return Timeline(device, trace, segments, blocks, active, reserved, notes)
 
 
 def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:

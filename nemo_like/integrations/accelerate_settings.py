@@ -34,9 +34,13 @@ class AccelerateSettings:
 
 def accelerate_settings() -> AccelerateSettings:
     """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
-    state = _state()
-    if state is None:
+    try:
+        module = importlib.import_module("accelerate.state")
+    except ImportError:
         return AccelerateSettings()
+    if not module.is_initialized():
+        return AccelerateSettings()
+    state = module.AcceleratorState()
     dynamo = state.dynamo_plugin
     backend = str(getattr(dynamo.backend, "value", dynamo.backend)).lower()
     plugin: Any = getattr(state, "fsdp_plugin", None)
@@ -54,11 +58,3 @@ def accelerate_settings() -> AccelerateSettings:
         offloads_params=shards and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
         other_sharding=others.get(kind, ""),
     )
-
-
-def _state() -> Any:
-    try:
-        module = importlib.import_module("accelerate.state")
-    except ImportError:
-        return None
-    return module.AcceleratorState() if module.is_initialized() else None

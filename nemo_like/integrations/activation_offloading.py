@@ -152,13 +152,11 @@ class ActivationOffloadingMixin:
         finally:
             if theirs:
                 arguments.activation_offloading = theirs  # type: ignore[union-attr]
-        self._offloaded_model: nn.Module | None = None
         self._prepare_offloading()
 
     def _prepare_offloading(self) -> None:
-        model = getattr(self, "model", None)
-        self._offloaded_model = model
-        self.activation_offload_context = offloading_context(model, self.offloading_setting)
+        self._offloaded_model: nn.Module | None = getattr(self, "model", None)
+        self.activation_offload_context = offloading_context(self._offloaded_model, self.offloading_setting)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
         """The trainer's own step, inside the context."""

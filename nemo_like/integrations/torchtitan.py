@@ -18,9 +18,9 @@ from torch import nn
 
 from nemo_like._util.extras import require
 from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.parallelizer import apply_activation_checkpointing
 
 __all__ = ["activation_checkpoint"]
-from nemo_like.parallelizer import apply_activation_checkpointing
 
 
 def activation_checkpoint(ac: object = "selective", *, sample_input: object = None) -> Any:
@@ -46,17 +46,12 @@ def _policy() -> Any:
     )
 
     class NemoLikeAC(titan.ActivationCheckpointing):
-        """A policy of torchtitan's that wraps as we do."""
-
         @dataclass(kw_only=True, slots=True)
         class Config(titan.ActivationCheckpointing.Config):
-            """See `activation_checkpoint`."""
-
             ac: Any = "selective"
             sample_input: Any = None
 
         def apply(self, model: nn.Module) -> None:
-            """Checkpoint the blocks of `model`, or of one pipeline stage of it, in place."""
             _apply(model, self.config)
 
     return NemoLikeAC

@@ -42,14 +42,13 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in _OPTIMIZERS:
         say_once(f"A plan has no optim={optimizer!r}: planned with torch's AdamW, whose state is as large or larger.")
-    passes = args.gradient_accumulation_steps
+    passes, ranks = args.gradient_accumulation_steps, world_size()
     step = StepSpec(
         microbatches=passes,
         sync="last" if passes > 1 else "every",
-        keeps_output=False,  # compute_loss returns the loss alone
+        keeps_output=False,  # compute_loss returns the loss only
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
     )
-    ranks = world_size()
     return Job.of(
         strategy=_strategy(told, ranks, ContextParallel.of(asked.get("cp") or 1).size),
         world_size=ranks,
@@ -211,15 +210,13 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
             f"A plan needs what the model is called with, and a batch of {type(trainer).__name__} is a "
             f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
         )
-    seen: dict[str, Any] = {}
-    model = trainer.model
+    seen, model = dict[str, Any](), trainer.model
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.update(kwargs)
         raise _ModelCalledError
 
-    handle = model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-    was_training = model.training
+    handle, was_training = model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True), model.training
     try:
         with random_numbers_put_back():
             model.train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -43,14 +43,12 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     batch = largest_batch(trainer)
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     counts = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_count(name, value)}
-    passes = min(2, trainer.args.gradient_accumulation_steps)
     state = _state_to_come(trainer.optimizer)
     with random_numbers_put_back(trainer.args.device):
-        for number in range(passes):
-            last = number == passes - 1
-            context: AbstractContextManager[Any] = nullcontext() if last else trainer.accelerator.no_sync(model=model)
-            with context:
+        if trainer.args.gradient_accumulation_steps > 1:
+            with trainer.accelerator.no_sync(model=model):
                 step(copy.copy(batch))
+        step(copy.copy(batch))
     del state
     model.zero_grad(set_to_none=True)
     vars(trainer).update(counts)
@@ -58,7 +56,8 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         for buffer, value in kept:
             buffer.copy_(value)
     rows = max((len(value) for value in _tensors(batch)), default=0)
-    say_once(f"The largest batch, {rows} x {_width(batch)}, fits: forward, backward and the optimizer's state.")
+    width = max((value.shape[1] for value in _tensors(batch) if value.dim() > 1), default=1)
+    say_once(f"The largest batch, {rows} x {width}, fits: forward, backward and the optimizer's state.")
 
 
 def _is_count(name: str, value: Any) -> bool:
@@ -78,10 +77,6 @@ def _counts(value: Any) -> bool:
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     values = batch.values() if isinstance(batch, Mapping) else []
     yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
-
-
-def _width(batch: Any) -> int:
-    return max((value.shape[1] for value in _tensors(batch) if value.dim() > 1), default=1)
 
 
 def _state_to_come(optimizer: Any) -> list[torch.Tensor]:
@@ -112,8 +107,9 @@ def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> AbstractCon
         error.args = ("\n".join([str(error), *lines]), *error.args[1:])
         return error
 
-    otherwise = "No plan can be made of this job ({}). Try ac='full' and a smaller micro-batch."
-    return where_memory_runs_out(advice, otherwise, told)
+    return where_memory_runs_out(
+        advice, "No plan can be made of this job ({}). Try ac='full' and a smaller micro-batch.", told
+    )
 
 
 def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
@@ -124,8 +120,7 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
         model: its model on the meta device, as before it was checkpointed and sharded.
         job: what it runs.
     """
-    sample = call_of_model(trainer, largest_batch(trainer))
-    query = query_of(model, sample, job)
+    query = query_of(model, call_of_model(trainer, largest_batch(trainer)), job)
     peak = peak_under(query)
 
     def tried() -> Iterator[tuple[str, PlanQuery | None]]:
@@ -139,13 +134,14 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
             words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
             yield words, query_of(model, half, fewer)
 
-    lowering = [f"Lower it by {saving(*each)}" for each in lower_peaks(peak.total, tried())]
     taken = reference_bytes(trainer)
     reference = f", and its reference model {write_bytes(taken)}" if taken else ""
     lines = [
         f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}{reference}."
     ]
-    lines += lowering[:_MOST_CHANGES] or ["Shorten the rows, or use more GPUs."]
+    lines += [f"Lower it by {saving(*each)}" for each in lower_peaks(peak.total, tried())][:_MOST_CHANGES] or [
+        "Shorten the rows, or use more GPUs."
+    ]
     snapshot = recorded_snapshot()
     if snapshot is not None:
         from nemo_like.explaining.explain import explain

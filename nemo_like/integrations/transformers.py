@@ -173,6 +173,15 @@ def checkpoint_for_trainer(
     )
 
 
+def _settings(args: object, ac: object, scope: object, loss: object) -> tuple[Any, Any, Any]:
+    """Return these settings, and where one is None what the training arguments have."""
+    return (
+        getattr(args, "ac", "none") if ac is None else ac,
+        getattr(args, "ac_scope", "all") if scope is None else scope,
+        getattr(args, "loss", "model") if loss is None else loss,
+    )
+
+
 class CheckpointingMixin:
     """Mixes into `transformers.Trainer` and its kind: the model is checkpointed when the trainer is made.
 
@@ -187,6 +196,11 @@ class CheckpointingMixin:
         ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
     """
 
+    # Of the trainer that this is mixed into.
+    args: Any
+    model: Any
+    train_dataset: Any
+
     def __init__(
         self,
         *args: Any,
@@ -199,8 +213,8 @@ class CheckpointingMixin:
     ) -> None:
         if loss is not None and _takes_loss(type(self)):
             kwargs["loss"], loss = loss, None
-        self._ac_given = (ac, ac_scope, ac_sample_input, loss)
-        self._cp_given = cp
+        self._keywords = (ac, ac_scope, loss)
+        self._sample, self._cp_keyword = ac_sample_input, cp
         self._ac_ready = False
         self._bare: nn.Module | None = None
         self._memory_checked = False
@@ -209,8 +223,7 @@ class CheckpointingMixin:
             _refuse_unread(arguments, "offload", "none", "ActivationOffloadingMixin among the trainer's bases")
         super().__init__(*args, **kwargs)
         self._ac_ready = True
-        trainer: Any = self
-        trainer.model = self._checkpointed(trainer.model)
+        self.model = self._checkpointed(self.model)
 
     def call_model_init(self, trial: object = None) -> nn.Module:
         """The trainer's own, and the new model checkpointed."""
@@ -219,82 +232,62 @@ class CheckpointingMixin:
 
     def planned_job(self) -> tuple[nn.Module, Job]:
         """Return the trainer's model on the meta device, as it came, and the job that it runs."""
-        trainer: Any = self
         if self._bare is None:
-            raise ValueError(f"{type(trainer.model).__name__} cannot be copied, so no plan is made of it.")
-        ac, _, loss = self._settings()
+            raise ValueError(f"{type(self.model).__name__} cannot be copied, so no plan is made of it.")
+        ac, _, loss = _settings(self.args, *self._keywords)
         offload = getattr(self, "offloading_setting", None)
         mode = offload if isinstance(offload, str) and offload else "all" if offload is True else "none"
-        return self._bare, job_of_trainer(trainer, ac=ac, loss=loss, cp=self._cp(), offload=mode)
+        return self._bare, job_of_trainer(self, ac=ac, loss=loss, cp=self._cp(), offload=mode)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """The trainer's own; before the first one, with ``check_memory``, the largest batch is tried."""
-        trainer: Any = self
         own = super().training_step  # type: ignore[misc]
-        with advice_where_memory_runs_out(lambda: ways_out(trainer, *self.planned_job())):
+        with advice_where_memory_runs_out(lambda: ways_out(self, *self.planned_job())):
             if not self._memory_checked:
                 self._memory_checked = True
                 if self._checks_memory():
-                    try_largest_batch(trainer, model, lambda batch: own(model, batch, num_items_in_batch))
+                    try_largest_batch(self, model, lambda batch: own(model, batch, num_items_in_batch))
             return own(model, inputs, num_items_in_batch)
 
     def _checks_memory(self) -> bool:
-        trainer: Any = self
-        wanted = getattr(trainer.args, "check_memory", None)
+        wanted = getattr(self.args, "check_memory", None)
         cannot = (
             "its training set is a stream"
-            if is_stream(trainer.train_dataset)
+            if is_stream(self.train_dataset)
             else "it makes its batches by generating"
             if generates_batches(self)
             else ""
         )
         if wanted and cannot:
             say_once(f"check_memory=True, but {type(self).__name__} has no largest batch to try: {cannot}.")
-        return not cannot and (trainer.args.device.type != "cpu" if wanted is None else bool(wanted))
-
-    def _settings(self) -> tuple[Any, Any, Any]:
-        """Return ``ac``, ``ac_scope`` and ``loss``."""
-        trainer: Any = self
-        ac, scope, _, loss = self._ac_given
-        return (
-            getattr(trainer.args, "ac", "none") if ac is None else ac,
-            getattr(trainer.args, "ac_scope", "all") if scope is None else scope,
-            getattr(trainer.args, "loss", "model") if loss is None else loss,
-        )
+        return not cannot and (self.args.device.type != "cpu" if wanted is None else bool(wanted))
 
     def _checkpointed(self, model: nn.Module) -> nn.Module:
-        trainer: Any = self
-        ac, scope, loss = self._settings()
-        sample = self._ac_given[2]
-        if ChunkedLoss.of(loss) is not None and getattr(trainer, "compute_loss_func", None) is not None:
+        ac, scope, loss = _settings(self.args, *self._keywords)
+        if ChunkedLoss.of(loss) is not None and getattr(self, "compute_loss_func", None) is not None:
             raise ValueError(
                 "compute_loss_func= computes the loss from whole logits, which loss='chunked' is to avoid. Drop one, or "
                 "call nemo_like.losses.chunked_cross_entropy in the model's forward."
             )
         self._bare = copy_for_plans(model)
-        if _needs_sample(ac):
-            ac = self._planned(ac, sample)
+        budget = ac if isinstance(ac, Plan) else parse_ac(ac)
+        if isinstance(budget, MemoryBudget):
+            ac = self._planned(budget, scope)
         cp = self._cp()
         if cp.size > 1:
-            split_for_trainer(model, trainer, cp)
-        return checkpoint_for_trainer(model, trainer.args, ac, scope, sample, loss)
+            split_for_trainer(model, self, cp)
+        return checkpoint_for_trainer(model, self.args, ac, scope, self._sample, loss)
 
-    def _planned(self, budget: Any, sample: Any) -> Plan:
-        """Return the plan within a budget, for the largest batch of the training set or for `sample`."""
-        trainer: Any = self
-        refuse_two_kinds_of_checkpointing(trainer.args)
+    def _planned(self, budget: MemoryBudget, scope: Any) -> Plan:
+        """Return the plan within a budget, for the largest batch of the training set or for the sample input."""
+        refuse_two_kinds_of_checkpointing(self.args)
         model, job = self.planned_job()
-        if sample is None:
-            sample = call_of_model(trainer, largest_batch(trainer))
-        wanted = parse_ac(budget)
-        assert isinstance(wanted, MemoryBudget)  # `_needs_sample`
-        left = without_reference(trainer, wanted, device_of(job))
-        return plan_for(model, job.change(ac=left, ac_scope=self._settings()[1]), sample_input=sample)
+        sample = call_of_model(self, largest_batch(self)) if self._sample is None else self._sample
+        left = without_reference(self, budget, device_of(job))
+        return plan_for(model, job.change(ac=left, ac_scope=scope), sample_input=sample)
 
     def _cp(self) -> ContextParallel:
-        trainer: Any = self
-        cp = getattr(trainer.args, "cp", 1) if self._cp_given is None else self._cp_given
-        return ContextParallel.of(cp)
+        return ContextParallel.of(getattr(self.args, "cp", 1) if self._cp_keyword is None else self._cp_keyword)
 
     def get_train_dataloader(self) -> Any:
         """The trainer's own; ranks that share sequences get the same batches."""
@@ -317,8 +310,7 @@ def split_for_trainer(model: nn.Module, trainer: Any, cp: ContextParallel) -> nn
         raise ValueError(f"cp is {cp.size}, which does not divide the {ranks} rank(s) of this job.")
     if getattr(trainer, "compute_metrics", None) is not None:
         raise ValueError("cp leaves each rank a part of the logits, and compute_metrics= wants them whole: drop one.")
-    device = trainer.args.device.type
-    mesh = init_device_mesh(device, (ranks // cp.size, cp.size), mesh_dim_names=("dp_shard", "cp"))
+    mesh = init_device_mesh(trainer.args.device.type, (ranks // cp.size, cp.size), mesh_dim_names=("dp_shard", "cp"))
     check_context_parallel(model, cp)
     compare_batches(model, mesh)
     keep_documents_apart(model)
@@ -360,9 +352,7 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
     def __init__(
         self, ac: object = None, scope: object = None, *, sample_input: object = None, loss: object = None
     ) -> None:
-        self.ac = ac
-        self.loss = loss
-        self.scope = scope
+        self.ac, self.scope, self.loss = ac, scope, loss
         self.sample_input = sample_input
         self._model: nn.Module | None = None
 
@@ -370,9 +360,7 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
         """Checkpoint the model."""
         _refuse_unread(args, "offload", "none", "a trainer with ActivationOffloadingMixin")
         _refuse_unread(args, "cp", 1, "a trainer with CheckpointingMixin")
-        ac = getattr(args, "ac", "none") if self.ac is None else self.ac
-        scope = getattr(args, "ac_scope", "all") if self.scope is None else self.scope
-        loss = getattr(args, "loss", "model") if self.loss is None else self.loss
+        ac, scope, loss = _settings(args, self.ac, self.scope, self.loss)
         self._model = checkpoint_for_trainer(kwargs["model"], args, ac, scope, self.sample_input, loss)
 
     def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
@@ -399,18 +387,12 @@ def _takes_loss(trainer: type) -> bool:
 
 
 def _refuse_unread(args: object, name: str, off: object, reader: str) -> None:
-    """Raise ValueError where the training arguments ask for what this trainer would not do."""
     value = getattr(args, name, off)
     if value not in (off, None):
         raise ValueError(
             f"{name} is {value!r} in the training arguments, and nothing here reads it. It takes {reader}; or set "
             f"{name}={off!r}."
         )
-
-
-def _needs_sample(ac: object) -> bool:
-    """Return whether `ac` is a plan to be made: a budget."""
-    return not isinstance(ac, Plan) and isinstance(parse_ac(ac), MemoryBudget)
 
 
 # What TRL's trainers do to a model before it is checkpointed.

@@ -90,9 +90,8 @@ class CheckpointConfig:
             raise ValueError(f"CheckpointConfig.memory_threshold_mb is {threshold!r}; it must be finite and >= 0.")
         for name in ("snn_chunk_size", "profile_num_runs", "sequential_segments"):
             value = getattr(self, name)
-            if value is None and name == "sequential_segments":
-                continue
-            check_whole(f"CheckpointConfig.{name}", value, 1)
+            if value is not None or name != "sequential_segments":
+                check_whole(f"CheckpointConfig.{name}", value, 1)
 
     def _check_names(self) -> None:
         for name in ("exclude_patterns", "include_patterns", "layer_classes", "ops_to_save"):
@@ -111,7 +110,7 @@ class CheckpointConfig:
                 resolve_op(name, field="CheckpointConfig.ops_to_save")
 
     def _check_contradictions(self) -> None:
-        """Two settings that cannot both hold: an error naming the field that has to change."""
+        """Refuse two settings that cannot both hold, by the field that has to change."""
         strategy = self.strategy
 
         def refuse(field: str, why: str) -> None:
@@ -249,7 +248,6 @@ class MemoryBudget:
         return exact_bytes(int(size)) if float(size).is_integer() else None
 
     def __str__(self) -> str:
-        """As one would write it."""
         if self.fraction is not None:
             return f"{self.fraction * 100:.4g}%"
         if self.device_share is not None:

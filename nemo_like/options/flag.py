@@ -19,31 +19,21 @@ def same(value: Any) -> Any:
 class Flag:
     """A flag of a job. Its help is the first sentence of its field's documentation."""
 
-    on: str
-    """The commands that take it: ``plan``, ``fit``, and ``pins`` for those that constrain a search of ``fit``."""
-    group: str = "parallelism"
-    """The group of options, in the help, that it belongs to."""
+    on: str  # The commands that take it: ``plan``, ``fit``, and ``pins`` for those that constrain a search of ``fit``.
+    group: str = "parallelism"  # The group of options, in the help, that it belongs to.
+    # As a Python name; on the command line ``--name`` with ``_`` written as ``-``. Default: the field's.
     name: str = ""
-    """As a Python name; on the command line ``--name`` with ``_`` written as ``-``. Default: the field's."""
-    default: Any = FIELDS
-    """Its value where it is not on the command line."""
+    default: Any = FIELDS  # Its value where it is not on the command line.
     kind: Callable[[str], Any] = str
-    choices: Sequence[str] = ()
-    """The values that it may have; empty: any."""
-    least: float | None = None
-    """The smallest number that it may be."""
-    values: str = ""
-    """Values that it may have, for its help; default: its choices."""
-    note: str = ""
-    """Its help where it means the opposite of its field."""
-    read: Callable[[Any], Any] = same
-    """Makes the field's value of the flag's."""
-    write: Callable[[Any], Any] = same
-    """Makes the flag's value of the field's."""
+    choices: Sequence[str] = ()  # The values that it may have; empty: any.
+    least: float | None = None  # The smallest number that it may be.
+    values: str = ""  # Values that it may have, for its help; default: its choices.
+    note: str = ""  # Its help where it means the opposite of its field.
+    read: Callable[[Any], Any] = same  # Makes the field's value of the flag's.
+    write: Callable[[Any], Any] = same  # Makes the flag's value of the field's.
+    # The field of `Job` that it sets, with the field of that: ``"tp.size"``; `nemo_like.flags` fills it in.
     field: str = ""
-    """The field of `Job` that it sets, with the field of that: ``"tp.size"``; `nemo_like.flags` fills it in."""
-    help: str = ""
-    """What it does, in a line; `nemo_like.flags` fills it in."""
+    help: str = ""  # What it does, in a line; `nemo_like.flags` fills it in.
 
     @property
     def word(self) -> str:

@@ -22,13 +22,10 @@ QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
 class TrainedParameter:
     """A parameter that an optimizer steps."""
 
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    elements: int
-    """On this rank, padding included."""
+    shape: tuple[int, ...]  # Shape of the whole parameter.
+    elements: int  # On this rank, padding included.
     itemsize: int
-    in_layer: bool = False
-    """It belongs to a layer: not embedding, last norm or head."""
+    in_layer: bool = False  # It belongs to a layer: not embedding, last norm or head.
 
     @property
     def size(self) -> int:
@@ -45,11 +42,10 @@ class TrainedParameter:
 class StepTemporaries:
     """Bytes that one pass over parameters makes and drops."""
 
+    # Bytes for each parameter, while it is stepped alone. The last one stays until the next parameter has made its
+    # first, or, unless `hands_over`, all of its own.
     alone: tuple[tuple[int, ...], ...] = ()
-    """Bytes for each parameter, while it is stepped alone. The last one stays until the next parameter has made its
-    first, or, unless `hands_over`, all of its own."""
-    together: tuple[int, ...] = ()
-    """Bytes that are there at one time, one of each parameter."""
+    together: tuple[int, ...] = ()  # Bytes that are there at one time, one of each parameter.
     hands_over: bool = False
 
     @property
@@ -67,10 +63,8 @@ class StepTemporaries:
 class OptimizerMemory:
     """Bytes on one rank."""
 
-    states: tuple[tuple[int, ...], ...]
-    """The tensors of each parameter's state."""
-    passes: tuple[StepTemporaries, ...] = ()
-    """One after the other."""
+    states: tuple[tuple[int, ...], ...]  # The tensors of each parameter's state.
+    passes: tuple[StepTemporaries, ...] = ()  # One after the other.
 
     @cached_property
     def state(self) -> int:
@@ -93,18 +87,16 @@ class OptimizerFacts:
 
     name: str
     memory: Memory
+    # Times that a step goes over the bytes of the parameters, in one kernel. AdamW in full precision reads parameter,
+    # gradient and two moments, and writes all but the gradient. Muon's matmuls are not in it.
     passes: float = 7.0
-    """Times that a step goes over the bytes of the parameters, in one kernel. AdamW in full precision reads parameter,
-    gradient and two moments, and writes all but the gradient. Muon's products are not in it."""
+    # The same on the CPU; None: `passes`. AdamW runs one kernel after the other there: weight decay 2, first moment 3,
+    # second 2 and 3, root 2, division 2, epsilon 2, update 4 (``_single_tensor_adam`` of ``torch/optim/adam.py``).
     host_passes: float | None = None
-    """The same on the host; None: `passes`. AdamW runs one kernel after the other there: weight decay 2, first moment 3,
-    second 2 and 3, root 2, division 2, epsilon 2, update 4 (``_single_tensor_adam`` of ``torch/optim/adam.py``)."""
+    # Torch's own, for parameters on the CPU; None: torch brings none.
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
-    """Torch's own, for parameters on the CPU; None: torch brings none."""
-    forms: tuple[str, ...] = ()
-    """Words of what it may be, where torch decides by the device."""
-    lighter: str | None = None
-    """The word of one that trains as well with less state."""
+    forms: tuple[str, ...] = ()  # Words of what it may be, where torch decides by the device.
+    lighter: str | None = None  # The word of one that trains as well with less state.
 
     def form_on(self, device: str) -> str:
         """Return the word of the form that torch takes on this kind of device: foreach but on the CPU, also for DTensors."""
@@ -127,8 +119,7 @@ class UpdateInBackward:
     """The step of one parameter by an optimizer of its own (`StepSpec.in_backward`)."""
 
     optimizer: str
-    device: str
-    """Kind of device that the parameter is on."""
+    device: str  # Kind of device that the parameter is on.
 
     def temporaries(self, param: TrainedParameter) -> int:
         """Return the most bytes that the step of `param` makes and drops."""
@@ -172,7 +163,6 @@ def _as_torch_builds_it(trained: Sequence[TrainedParameter], device: str) -> Opt
 
 
 def _of_states(state: Callable[[TrainedParameter], tuple[int, ...]]) -> Memory:
-    """`state` of each parameter, stepped without temporaries."""
     return lambda trained, device: OptimizerMemory(tuple(map(state, trained)))
 
 
@@ -207,20 +197,12 @@ def _orthogonalized(param: TrainedParameter) -> tuple[int, ...]:
     return update, max(iterate + 2 * product, 3 * product), iterate
 
 
-def _torch_adamw(**how: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def _torchs(name: str, **settings: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
-        return torch.optim.AdamW(parameters, lr=1e-4, **how)
-
-    return make
-
-
-def _torch_sgd(momentum: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        import torch
-
-        return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
+        kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+        return kind(parameters, lr=1e-4, **settings)  # type: ignore[call-arg]
 
     return make
 
@@ -232,19 +214,24 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
             "adamw",
             _as_torch_builds_it,
             host_passes=20.0,
-            make=_torch_adamw(foreach=False),
+            make=_torchs("AdamW", foreach=False),
             forms=("adamw-loop", "adamw-foreach"),
             lighter="adamw-8bit",
         ),
-        OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torch_adamw(foreach=False)),
-        OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torch_adamw(foreach=True)),
-        OptimizerFacts("adamw-fused", _adamw(_none, fused=True), make=_torch_adamw(fused=True)),
+        OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torchs("AdamW", foreach=False)),
+        OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torchs("AdamW", foreach=True)),
+        OptimizerFacts("adamw-fused", _adamw(_none, fused=True), make=_torchs("AdamW", fused=True)),
         OptimizerFacts("adamw-8bit", _of_states(_quantized), passes=4.0),
         # Both moments in two bytes (DeepSeek-V3, arXiv 2412.19437, section 3.3), stepped by a fused kernel.
         OptimizerFacts("adamw-bf16", _of_states(lambda p: (2 * p.elements, 2 * p.elements)), passes=5.0),
         OptimizerFacts("muon", _with_muon),
-        OptimizerFacts("sgd", _of_states(lambda p: ()), passes=3.0, make=_torch_sgd(0.0)),
-        OptimizerFacts("sgd-momentum", _of_states(lambda p: (p.size,)), passes=5.0, make=_torch_sgd(0.9)),
+        OptimizerFacts("sgd", _of_states(lambda p: ()), passes=3.0, make=_torchs("SGD", momentum=0.0, foreach=False)),
+        OptimizerFacts(
+            "sgd-momentum",
+            _of_states(lambda p: (p.size,)),
+            passes=5.0,
+            make=_torchs("SGD", momentum=0.9, foreach=False),
+        ),
     )
 }
 

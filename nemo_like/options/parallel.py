@@ -1,4 +1,4 @@
-"""Options to split, cast and place a model: FSDP2, tensor parallelism, precision, host offloading."""
+"""Options to split, cast and place a model: FSDP2, tensor parallelism, precision, offloading."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ class Single:
 
 
 def _check_timeout(seconds: object) -> None:
-    if seconds is None:
-        return
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+    if seconds is not None and (
+        isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
+    ):
         raise ValueError(f"timeout_seconds is {seconds!r}; it must be a number of seconds above 0, or None.")
 
 
@@ -273,8 +273,9 @@ class ContextParallel:
                 + did_you_mean(word, CONTEXT_METHODS)
             )
         object.__setattr__(self, "method", word)
-        over = parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
-        object.__setattr__(self, "loss_mean", over)
+        object.__setattr__(
+            self, "loss_mean", parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
+        )
 
     @classmethod
     def of(cls, cp: int | ContextParallel) -> ContextParallel:
@@ -331,10 +332,8 @@ def check_imbalance(name: str, imbalance: Any, ranks: int | None = None) -> None
             "Leave it out, or use ep above 1."
         )
     if not number or not 1 <= imbalance < math.inf or (ranks is not None and imbalance > ranks):
-        most = (
-            " (balanced) on" if ranks is None else f" (balanced) to the number of ranks that share the experts, {ranks}"
-        )
-        raise ValueError(f"{name} is {imbalance!r}; it must be a number from 1{most}.")
+        most = "on" if ranks is None else f"to the number of ranks that share the experts, {ranks}"
+        raise ValueError(f"{name} is {imbalance!r}; it must be a number from 1 (balanced) {most}.")
 
 
 @dataclass(frozen=True)

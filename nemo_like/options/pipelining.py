@@ -37,17 +37,13 @@ def _no_check(ranks: int, microbatches: int) -> str | None:
 
 def _equal_rounds(ranks: int, microbatches: int) -> str | None:
     rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        return f"it goes {rounds} rounds of equal length: use {rounds * ranks} or {(rounds + 1) * ranks}."
-    return None
+    problem = f"it goes {rounds} rounds of equal length: use {rounds * ranks} or {(rounds + 1) * ranks}."
+    return problem if microbatches % rounds else None
 
 
 def _one_for_each_rank(ranks: int, microbatches: int) -> str | None:
-    if microbatches < ranks:
-        return (
-            f"with fewer micro-batches than stages, stages are idle all along: use at least {ranks}, or a smaller pp."
-        )
-    return None
+    problem = f"with fewer micro-batches than stages, stages are idle all along: use at least {ranks}, or a smaller pp."
+    return problem if microbatches < ranks else None
 
 
 def _one_for_each_stage_of_two(ranks: int, microbatches: int) -> str | None:
@@ -238,7 +234,6 @@ class PipelineParallel:
         return SCHEDULE_OBJECTS[self.schedule]
 
     def _check_schedule(self) -> None:
-        """Check what torch's schedules ask for."""
         microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank
         if allowed and per_rank not in allowed:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,9 +60,6 @@ class SizeWatch:
     peak_bytes: int = 0  # Peak that was predicted; 0: only the caller knows.
     over: bool = False
 
-    def __deepcopy__(self, memo: object) -> SizeWatch:
-        return SizeWatch(self.planned, self.most, self.peak_bytes, self.over)
-
     def __reduce__(self) -> Any:
         return SizeWatch, (self.planned, self.most, self.peak_bytes)
 
@@ -92,10 +90,5 @@ def _sizes(described: str) -> list[tuple[str, int]]:
     >>> _sizes("int64 (2, 64), float32 (3,)")
     [('torch.int64', 128), ('torch.float32', 3)]
     """
-    sizes = []
-    for dtype, shape in re.findall(r"(\w+) \(([\d, ]*)\)", described):
-        size = 1
-        for length in filter(None, (part.strip() for part in shape.split(","))):
-            size *= int(length)
-        sizes.append((f"torch.{dtype}", size))
-    return sizes
+    tensors = re.findall(r"(\w+) \(([\d, ]*)\)", described)
+    return [(f"torch.{dtype}", math.prod(map(int, re.findall(r"\d+", shape)))) for dtype, shape in tensors]

@@ -21,7 +21,7 @@ LossFn = Callable[[Any], torch.Tensor]
 
 
 class Clock:
-    """Marks in the device's own time: its events, so that nothing is synchronised, or the host's clock."""
+    """Marks in the device's own time: its events, so that nothing is synchronised, or the CPU's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = None if device.type == "cpu" else torch.get_device_module(device)
@@ -38,28 +38,21 @@ class Clock:
         return float(start.elapsed_time(end)) if self._events is not None else (end - start) * 1000
 
 
-class Listener:
-    """Receives the events of a step. Calls are numbered in forward order; everything outside a call is the model's own."""
-
-    def forward_begins(self, call: int, layer: int, arguments: object) -> None: ...
-
-    def forward_ends(self, call: int) -> None: ...
-
-    def backward_enters(self, call: int) -> None: ...
-
-    def backward_leaves(self, call: int) -> None: ...
-
-
 def watch_step(
-    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, listener: Listener
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    sample: object,
+    loss_fn: LossFn | None,
+    listener: _ByteListener | _TimeListener,
 ) -> None:
     """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
+
+    Calls are numbered in forward order; everything outside a call is the model's own.
 
     In backward, a call begins when the gradient of one of its outputs is there. It ends when the gradient of one of its
     inputs is there, or when the call before it begins.
     """
-    handles = []
-    state = _Position()
+    handles, state = [], _Position()
     try:
         for index, layer in enumerate(layers):
             handles.append(layer.register_forward_pre_hook(_before(index, state, listener), with_kwargs=True))
@@ -80,7 +73,7 @@ class _Position:
     backward_at: int | None = None
 
 
-def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
+def _before(layer: int, state: _Position, listener: _ByteListener | _TimeListener) -> Callable[..., None]:
     def hook(module: nn.Module, args: object, kwargs: object) -> None:
         if state.backward_at is not None:
             return
@@ -100,7 +93,7 @@ def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., N
     return hook
 
 
-def _after(state: _Position, listener: Listener) -> Callable[..., None]:
+def _after(state: _Position, listener: _ByteListener | _TimeListener) -> Callable[..., None]:
     def hook(module: nn.Module, args: object, output: object) -> None:
         if state.backward_at is not None:
             return
@@ -167,15 +160,12 @@ class StepBytes:
     moments: list[Moment]
 
 
-class _ByteListener(Listener):
+class _ByteListener:
     def __init__(self, counter: LiveBytes, meter: LiveBytes | DeviceBytes, ignored: set[int]) -> None:
-        self._counter = counter
-        self._meter = meter
-        self._ignored = ignored
+        self._counter, self._meter, self._ignored = counter, meter, ignored
         self._seen: set[int] = set()
-        self._calls_before = 0
         self._running: int | None = None
-        self._live_at_start = 0
+        self._calls_before = self._live_at_start = 0
         self.step = StepBytes([], {}, set(), [])
 
     def next_moment(self, calls_before: int) -> int:
@@ -204,6 +194,9 @@ class _ByteListener(Listener):
         self.next_moment(call)
         self.step.calls[call].live_in_backward = self._meter.live
 
+    def backward_leaves(self, call: int) -> None:
+        """The stretch goes on: what comes before the next call counts with this one."""
+
     @left_to_python
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """The pack hook: counts, and keeps the tensor as it is."""
@@ -231,8 +224,8 @@ def trace_bytes(
     """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
     counter = counter_of(model, sample)
     meter = counter if device.type == "cpu" else DeviceBytes(device)
-    state = [*model.parameters(), *model.buffers()]
-    listener = _ByteListener(counter, meter, set(map(counter.identify, storages_of(state))))
+    state = storages_of([*model.parameters(), *model.buffers()])
+    listener = _ByteListener(counter, meter, set(map(counter.identify, state)))
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)
         listener.next_moment(0)
@@ -248,14 +241,15 @@ class CallTimes:
     backward_ms: float = 0.0
 
 
-class _TimeListener(Listener):
+class _TimeListener:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.layers: list[int] = []
         self.spans: list[tuple[str, int, Any, Any]] = []
         self._open: tuple[str, int, Any] | None = None
 
-    def _turn(self, phase: str | None, call: int) -> None:
+    def turn(self, phase: str | None = None, call: int = -1) -> None:
+        """End what was timed until now, and begin to time `phase` of a call; None: what belongs to no call."""
         now = self._clock.mark()
         if self._open is not None:
             self.spans.append((*self._open, now))
@@ -263,19 +257,16 @@ class _TimeListener(Listener):
 
     def forward_begins(self, call: int, layer: int, arguments: object) -> None:
         self.layers.append(layer)
-        self._turn("forward_ms", call)
+        self.turn("forward_ms", call)
 
     def forward_ends(self, call: int) -> None:
-        self._turn(None, call)
+        self.turn()
 
     def backward_enters(self, call: int) -> None:
-        self._turn("backward_ms", call)
+        self.turn("backward_ms", call)
 
     def backward_leaves(self, call: int) -> None:
-        self._turn(None, call)
-
-    def step_ends(self) -> None:
-        self._turn(None, -1)
+        self.turn()
 
 
 def trace_times(
@@ -289,7 +280,7 @@ def trace_times(
             stack.enter_context(torch.get_device_module(device).device(device))
         start = clock.mark()
         watch_step(model, layers, sample, loss_fn, listener)
-        listener.step_ends()
+        listener.turn()
         end = clock.mark()
         wait_for(device)
     calls = [CallTimes(layer) for layer in listener.layers]

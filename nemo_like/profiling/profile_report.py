@@ -126,9 +126,8 @@ class ProfileReport:
             for row in self.layers[:limit]
         )
         rendered = Table(columns, tuple(rows))
-        recomputed = self.predict_peak_bytes(self.call_names)
-        peak = unit.word(self.peak_bytes)
-        answer = f"Peak of activations: {peak}; with a recompute of every layer: {unit.word(recomputed)}."
+        peak, recomputed = unit.word(self.peak_bytes), unit.word(self.predict_peak_bytes(self.call_names))
+        answer = f"Peak of activations: {peak}; with a recompute of every layer: {recomputed}."
         about = (
             f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
             f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers. "
@@ -187,8 +186,7 @@ class ProfiledCall:
 
 def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chosen: Collection[int]) -> int:
     """The peak of the step in bytes when the layers `chosen` are recomputed."""
-    freed = [0]
-    peak = 0
+    freed, peak = [0], 0
     for call in calls:
         if call.layer in chosen:
             peak = max(peak, call.recompute_peak - freed[-1])
@@ -202,8 +200,7 @@ def enough_layers(moments: Sequence[Moment], calls: Sequence[ProfiledCall], budg
     Layers that free most bytes per unit of cost are taken first, until the peak is within the budget; then those that it
     is met without are left out, the costliest first. No layer of the result can be left out.
     """
-    cost: dict[int, float] = defaultdict(float)
-    freed: dict[int, int] = defaultdict(int)
+    cost, freed = defaultdict[int, float](float), defaultdict[int, int](int)
     for call in calls:
         cost[call.layer] += call.cost
         freed[call.layer] += call.freed

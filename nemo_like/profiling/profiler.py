@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -113,12 +113,9 @@ class MemoryProfiler:
             ValueError: the budget is not a number above zero.
             BudgetUnmeetableError: all layers recomputed do not meet it; the message has the peak that is left.
         """
-        return recommend(self._profiled(), memory_budget_mb)
-
-    def _profiled(self) -> ProfileReport:
         if self.report is None:
             raise RuntimeError("Nothing has been profiled yet; call profile(sample_input) first.")
-        return self.report
+        return recommend(self.report, memory_budget_mb)
 
     def _report(self, step: StepBytes, time_runs: list[tuple[list[CallTimes], float]]) -> ProfileReport:
         freed = _freed_bytes(step)
@@ -143,9 +140,9 @@ class MemoryProfiler:
             )
         names = tuple(row.name for row in rows)
         # Layers of one class that free the same bytes do the same work: one cost, so that noise does not decide.
-        alike: dict[tuple[str, int, int], list[float]] = {}
+        alike = defaultdict[tuple[str, int, int], list[float]](list)
         for row in rows:
-            alike.setdefault((row.kind, row.freed_bytes, row.calls), []).append(row.forward_ms / row.calls)
+            alike[row.kind, row.freed_bytes, row.calls].append(row.forward_ms / row.calls)
         cost = {row.name: statistics.median(alike[row.kind, row.freed_bytes, row.calls]) for row in rows}
         calls = tuple(
             ProfiledCall(
@@ -176,8 +173,7 @@ def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
     """`MemoryProfiler.recommend_layers` for a report at hand."""
     if isinstance(memory_budget_mb, bool) or not isinstance(memory_budget_mb, int | float) or not memory_budget_mb > 0:
         raise ValueError(f"memory_budget_mb is {memory_budget_mb!r}; it must be a number of MB above 0.")
-    budget = int(memory_budget_mb * MB)
-    chosen = enough_layers(report.moments, report.calls, budget)
+    chosen = enough_layers(report.moments, report.calls, int(memory_budget_mb * MB))
     if chosen is None:
         useful = [name for name in report.call_names if report[name].freed_bytes > 0]
         best = report.predict_peak_bytes(useful)

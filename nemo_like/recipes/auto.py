@@ -36,8 +36,9 @@ def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
         reason = str(error).strip().splitlines()[0]
         return MemoryRanOutError(f"Memory ran out: {reason} What lowers the peak: {'; '.join(ways)}.")
 
-    otherwise = "no plan can be made of this model ({}); try --ac full and a larger --grad-accum"
-    return where_memory_runs_out(step.ways_out, otherwise, told)
+    return where_memory_runs_out(
+        step.ways_out, "no plan can be made of this model ({}); try --ac full and a larger --grad-accum", told
+    )
 
 
 @dataclass
@@ -54,18 +55,24 @@ class PlannedStep:
         if self.ranks.pp > 1:
             raise ValueError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
         device = self.device or device_at_hand(self.ranks.device.type)
-        sample = options.planned_input(options.rows(self.ranks.data_ranks))
         return PlanQuery.from_model(
-            self.source.build("meta", torch.float32), sample, options.job(world_size=self.ranks.world_size, gpu=device)
+            self.source.build("meta", torch.float32),
+            options.planned_input(options.rows(self.ranks.data_ranks)),
+            options.job(world_size=self.ranks.world_size, gpu=device),
         )
 
     def ways_out(self) -> list[str]:
         """Return the changes of options that lower the peak of a rank, the largest first; then all of them together."""
         options, query, ranks = self.options, self.query(self.options), self.ranks
         job, now, double = query.job, peak_under(query).total, 2 * options.grad_accum
-        changes: list[tuple[str, Any]] = [("ac", smaller_budget(job.ac, query.device)), ("ac", "full")]
-        changes += [("precision", "bfloat16"), ("strategy", "fsdp2")]
-        changes += [("grad_accum", double)] * (options.global_batch % (double * ranks.data_ranks) == 0)
+        changes: list[tuple[str, Any]] = [
+            ("ac", smaller_budget(job.ac, query.device)),
+            ("ac", "full"),
+            ("precision", "bfloat16"),
+            ("strategy", "fsdp2"),
+        ]
+        if options.global_batch % (double * ranks.data_ranks) == 0:
+            changes.append(("grad_accum", double))
         tried = [{name: value} for name, value in changes if value not in (None, getattr(options, name))]
         others = flag_changes(job, vars(options).keys() - {"ac"})
         tried += [values for values, _ in others if values.get("optimizer", ADAMW[0]) in ADAMW]

@@ -85,8 +85,8 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
         raise ValueError(f"--data is {str(root)!r}, and nothing exists there; give a text with --data FILE or FOLDER.")
     name = f"the standard library's text in {root}" if data is None else str(root)
     if root.suffix in (".jsonl", ".parquet") or (root / "state.json").exists():
-        rows = open_samples("--data", str(root), [{"text"}])["text"]
-        documents = [(str(number), row.encode()) for number, row in enumerate(rows)]
+        rows = enumerate(open_samples("--data", str(root), [{"text"}])["text"])
+        documents = [(str(number), row.encode()) for number, row in rows]
     else:
         try:
             documents = list(_read_files(root, stdlib=data is None))
@@ -142,9 +142,10 @@ def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
         raise ValueError(f"{option} is {path!r}, which datasets cannot read: {reason}") from error
     columns = getattr(data, "column_names", [])
     if not len(data) or not any(form <= set(columns) for form in forms):
-        contents = f"{len(data)} samples with {', '.join(columns) or 'nothing'}"
         needed = ", or ".join(" and ".join(sorted(form, reverse=True)) for form in forms)
-        raise ValueError(f"{option} is {path!r}: {contents}; each must have {needed}.")
+        raise ValueError(
+            f"{option} is {path!r}: {len(data)} samples with {', '.join(columns) or 'nothing'}; each must have {needed}."
+        )
     return data
 
 
@@ -155,7 +156,7 @@ def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[by
         cut = len(whole) - math.ceil(len(whole) * HELD_OUT_SHARE)
         return [whole[:cut]], [whole[cut:]]
     room = HELD_OUT_SHARE * sum(len(content) for _, content in documents)
-    chosen: set[str] = set()
+    chosen = set[str]()
     for name, content in sorted(documents, key=lambda item: _hash_name(item[0])):
         if len(content) <= room:
             chosen.add(name)
@@ -193,9 +194,11 @@ def train_bpe(corpus: Corpus, vocab_size: int) -> str:
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     most = Corpus(corpus.tokens[:_TRAINED_ON], [start for start in corpus.starts if start < _TRAINED_ON])
     bpe.train_from_iterator(itertools.chain.from_iterable(most.texts()), trainer)
@@ -236,7 +239,7 @@ class Batch:
         return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets}
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`. The host does not wait for an accelerator: it copies from page-locked memory later on."""
+        """The same on `device`. The CPU does not wait for an accelerator: it copies from page-locked memory later on."""
         if device.type == "cpu":
             return self
         return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in (self.inputs, self.targets)))

@@ -82,7 +82,6 @@ def run(options: FinetuneOptions) -> int:
 
 
 def _as_option(match: re.Match[str]) -> str:
-    """Return an argument of the trainer as an option, where it is one."""
     name, value = _SAME.get(match[1]), match[2].strip("'")
     return match[0] if name is None else f"{flag(name)} {TRAINER_OPTIMIZERS.get(value, value)}"
 
@@ -137,8 +136,10 @@ def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> 
     values = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
     values["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
     if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP
-        sharding = {"version": 2, "reshard_after_forward": options.reshard_after_forward}
-        values |= {"fsdp": True, "fsdp_config": sharding}
+        values |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "reshard_after_forward": options.reshard_after_forward},
+        }
     return TrainerArguments(
         **values,
         per_device_eval_batch_size=options.batch_size,
@@ -173,8 +174,15 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"--model is {options.model!r}, which transformers cannot open: {reason}") from error
     try:
-        inputs = {"train_dataset": data, "eval_dataset": held_out, "processing_class": tokenizer}
-        return Trainer(model=model, args=arguments, peft_config=adapters, ac=ac, **inputs)
+        return Trainer(
+            model=model,
+            args=arguments,
+            peft_config=adapters,
+            ac=ac,
+            train_dataset=data,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+        )
     except ValueError as error:
         way_out = " Or give --train-on all, or samples with prompt and completion."
         raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
@@ -198,27 +206,39 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
     if not options.lora:
         return model, None
     names = [name.strip() for name in options.lora_targets.split(",")]
-    shape = {"r": options.lora_rank, "lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
-    targets = "all-linear" if names == ["all-linear"] else names
-    return model, peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **shape)
+    return model, peft.LoraConfig(
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+    )
 
 
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
     """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
     (model, job), ranks = trainer.planned_job(), launch.world_size()
-    settings: dict[str, Any] = dict(gpus=ranks, gpu=device_at_hand(trainer.args.device.type), memory=options.fit_memory)
-    settings |= dict(
-        tp=1, cp=options.cp, ep=1, pp=1, cpu_offload=False, reshard_after_forward=options.reshard_after_forward
-    )
-    settings |= dict(precision=job.precision, step=job.step, optimizer=job.step.optimizer, compile="none", loss="model")
-    settings["offload"] = options.offload
     report = fit(
         model,
+        gpus=ranks,
+        gpu=device_at_hand(trainer.args.device.type),
+        memory=options.fit_memory,
+        tp=1,
+        cp=options.cp,
+        ep=1,
+        pp=1,
+        cpu_offload=False,
+        reshard_after_forward=options.reshard_after_forward,
+        precision=job.precision,
+        step=job.step,
+        optimizer=job.step.optimizer,
+        compile="none",
+        loss="model",
+        offload=options.offload,
         seq_len=largest_batch(trainer, 1)["input_ids"].shape[1],
         global_batch=options.batch_size * options.grad_accum * ranks // options.cp,
         sample=lambda rows: call_of_model(trainer, largest_batch(trainer, rows)),
         count=1,
-        **settings,
     )
     if not report.candidates:
         raise ValueError(f"--fit: {report.problem}")

@@ -88,32 +88,26 @@ class Pretraining:
         self.options = options = with_sequences(self.options, model)
         options.check_model_loss(model, options.loss)
         self.parameters = sum(p.numel() for p in model.parameters())
-        mesh: DeviceMesh | None = (
-            None  # for a loss that cuts its targets: where sequences are cut, and no stage has the loss
-        )
+        # For a loss that cuts its targets: where sequences are cut, and no stage has the loss.
+        mesh: DeviceMesh | None = None
         if options.cp > 1 and options.pp == 1:
             sizes = {"dp_replicate": options.dp_replicate, "cp": options.cp, "tp": options.tp}
             mesh = build_mesh(**sizes, device_type=self.ranks.device.type)
-        ready = self._parallelized(model, mesh)
+        rows = options.rows(self.ranks.data_ranks)
+        if options.pp > 1:  # which cuts its batch by itself
+            rows = -(-rows // (options.job().pp.microbatches or 1))
+        job, sample = options.job(device=self.ranks.device), options.planned_input(rows)
+        ready: Any = parallelize(model, job, sample_input=sample, mesh=mesh)
         if options.init == "sharded":
             materialize(ready, seed=options.seed)
         self.pipeline = ready if isinstance(ready, Pipeline) else None
         self.model: nn.Module = ready.module if isinstance(ready, Pipeline) else ready
         self.optimizer = make_optimizer(self.model, options)
-        whole = self.model if self.pipeline is None else model  # not of one rank's stages
-        self.about = about_run(options, self.text.fingerprint, whole)  # Facts that a resumed run must share.
+        # Facts that a resumed run must share: of the whole model, not of one rank's stages.
+        self.about = about_run(options, self.text.fingerprint, self.model if self.pipeline is None else model)
         self._loss = MeanLoss(options.loss == "chunked", mesh)
 
-    def _parallelized(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:
-        options = self.options
-        rows = options.rows(self.ranks.data_ranks)
-        if options.pp > 1:  # which cuts its batch by itself
-            rows = -(-rows // (options.job().pp.microbatches or 1))
-        sample = options.planned_input(rows)
-        return parallelize(model, options.job(device=self.ranks.device), sample_input=sample, mesh=mesh)
-
     def _advice(self) -> contextlib.AbstractContextManager[None]:
-        """Raise `MemoryRanOutError` with what would lower the peak, where memory runs out inside."""
         return advice_on_memory(PlannedStep(self.source, self.options, self.ranks))
 
     def _begin(self) -> None:
@@ -125,8 +119,9 @@ class Pretraining:
         """
         options = self.options
         if options.checkpoint_dir is not None:
-            background = not options.sync_save
-            self.store = CheckpointStore(options.checkpoint_dir, self.ranks, keep=options.keep, background=background)
+            self.store = CheckpointStore(
+                options.checkpoint_dir, self.ranks, keep=options.keep, background=not options.sync_save
+            )
             self._resume(self.store)
         self.first_step = self.step
         self.log = LossLog(self.ranks, self.first_step)
@@ -215,8 +210,8 @@ class Pretraining:
             rate = learning_rate(options, self.step - 1)
             progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second, self.mfu)
         if self.held_out is not None and evaluates and not self.interrupted:
-            size = options.rows(self.ranks.data_ranks)
-            loss = evaluate(self.pipeline or self.model, self.held_out, self.ranks, size, self._loss)
+            rows = options.rows(self.ranks.data_ranks)
+            loss = evaluate(self.pipeline or self.model, self.held_out, self.ranks, rows, self._loss)
             self.eval_losses.append({"step": self.step, "loss": loss})
             progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per {self.unit}")
         if self.store is not None and (save or self.interrupted):
@@ -253,7 +248,7 @@ class Pretraining:
         passes = self.options.passes
         for number in range(self.step * passes, (self.step + 1) * passes):
             yield (self._ahead or self._batch(number)).result()
-            # The host is here once the kernels of the backward wait on the device, and does not wait for them.
+            # The CPU is here once the kernels of the backward wait on the device, and does not wait for them.
             self._ahead = self._batch(number + 1) if number + 1 < self.options.steps * passes else None
 
     def _batch(self, number: int) -> Future[Batch]:
@@ -312,8 +307,10 @@ class Pretraining:
 
 def _check_ranks(options: PretrainOptions, ranks: Ranks) -> None:
     if options.strategy == "single" and ranks.world_size > 1:
-        started = f"{ranks.world_size} ranks were started, which would train a model each"
-        raise ValueError(f"--strategy is 'single', and {started}. Start one process, or use --strategy fsdp2 or ddp.")
+        raise ValueError(
+            f"--strategy is 'single', and {ranks.world_size} ranks were started, which would train a model each. Start one "
+            "process, or use --strategy fsdp2 or ddp."
+        )
     if options.global_batch % (options.grad_accum * ranks.data_ranks):
         raise ValueError(
             f"--global-batch is {options.global_batch}, samples per step over all ranks; it must be divisible by "
@@ -353,9 +350,11 @@ def make_optimizer(model: nn.Module, options: PretrainOptions) -> torch.optim.Ad
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     forms = {"adamw-loop": {"foreach": False}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
-    how: dict[str, Any] = forms.get(options.optimizer, {})
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=options.lr, betas=(options.beta1, options.beta2), **how
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        **forms.get(options.optimizer, {}),
     )
 
 

@@ -222,7 +222,6 @@ class PretrainOptions(SharedOptions):
 
     @property
     def _of_job(self) -> tuple[str, ...]:
-        """The options that are the job's, by name."""
         return tuple(name for name in FLAGS if hasattr(self, name) and name != "schedule")
 
     @property
@@ -376,10 +375,8 @@ class FinetuneOptions(SharedOptions):
             object.__setattr__(self, "lora", True)
         budget = isinstance(parse_ac(self.ac), MemoryBudget)
         if self.qlora and (self.fit or budget):
-            asked = "--fit" if self.fit else f"--ac {self.ac}"
-            raise ValueError(
-                f"{asked} makes a plan, and none is made of weights in 4 bits. Use --ac full or selective."
-            )
+            word = "--fit" if self.fit else f"--ac {self.ac}"
+            raise ValueError(f"{word} makes a plan, and none is made of weights in 4 bits. Use --ac full or selective.")
         for name in ("offload", "cp"):
             check_flag(name, getattr(self, name))
         if self.fit_memory is not None:

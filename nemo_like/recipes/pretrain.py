@@ -116,7 +116,7 @@ def prepare(options: PretrainOptions, ranks: Ranks) -> Pretraining:
             text = as_tokens(text, tokenizer)
     if ranks.any(ranks.from_first(text.fingerprint) != text.fingerprint):
         raise ValueError(
-            f"The ranks see different training texts: {text.name} differs between hosts. Give all of them the same "
+            f"The ranks see different training texts: {text.name} differs between nodes. Give all of them the same "
             "files with --data."
         )
     with ranks.together("building the model"):

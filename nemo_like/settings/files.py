@@ -41,9 +41,11 @@ def read_settings(path: str | Path) -> Settings:
     """
     path = Path(path)
     try:
-        tree = _tree(path, path.read_text(encoding="utf-8"))
+        tree = _parsed(path, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"--from is {str(path)!r}, which is not there. Give an existing file.") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
     keys = {key for key, _ in flat(tree)}
     for table in FORMATS:
         if any(key == mark or key.startswith(f"{mark}.") for key in keys for mark in table.marks):
@@ -115,15 +117,13 @@ def _plain() -> dict[str, Any]:
 
 
 def _values(job: Job) -> dict[str, Any]:
-    """Return the values of the flags of a job."""
     from nemo_like.flags import changed_flags
     from nemo_like.job import Job
     from nemo_like.options import dtype_word, parse_dtype
 
     plain = _plain()
     changed = changed_flags(Job.of(ac="none"), job.change(ac="none"))
-    values = plain | {name: value for name, value in changed.items() if name in plain}
-    values |= {
+    values = {name: changed.get(name, default) for name, default in plain.items()} | {
         "ac": getattr(job.ac, "mode", "none"),
         "precision": job.precision.matmuls or dtype_word(parse_dtype("precision", job.precision.param_dtype)),
         "reduce_dtype": dtype_word(parse_dtype("precision", job.precision.reduce_dtype)),
@@ -135,13 +135,6 @@ def _values(job: Job) -> dict[str, Any]:
     if job.pp.size > 1:
         values["grad_accum"] = job.pp.microbatches
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _tree(path: Path, text: str) -> dict[str, Any]:
-    tree = _parsed(path, text)
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
-    return tree
 
 
 def _parsed(path: Path, text: str) -> Any:

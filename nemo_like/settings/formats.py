@@ -186,8 +186,8 @@ def preset(name: Any) -> Any:
     'llama3-8b'
     """
 
-    word = str(name).lower().rpartition("/")[2]
-    word = re.sub(r"^(meta-)?llama-3(\.[123])?-", "llama3-", re.sub(r"(-instruct|-base|-v0\.\d)+$", "", word))
+    word = re.sub(r"(-instruct|-base|-v0\.\d)+$", "", str(name).lower().rpartition("/")[2])
+    word = re.sub(r"^(meta-)?llama-3(\.[123])?-", "llama3-", word)
     if word in PRESETS:
         return word
     return str(name) if Path(str(name)).exists() else UNKNOWN

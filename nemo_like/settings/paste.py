@@ -21,16 +21,14 @@ def trainer_call(job: Job, **more: Any) -> str:
     """
     tables, left = settings_of(trainer.TABLE, job, **more)
     keywords = nested(tables)
-    ours, trls = ({name: keywords.pop(name) for name in names if name in keywords} for names in _OTHERS)
+    others = (trainer.OURS, trainer.TRLS)
+    ours, trls = ({name: keywords.pop(name) for name in names if name in keywords} for names in others)
     lines = [f"Trainer: TrainingArguments({_written(keywords)})"]
     lines += [f"CheckpointingArguments: {_written(ours)}"] if ours else []
     lines += [f"In an SFTConfig, too: {_written(trls)}"] if "max_length" in trls else []
     left = tuple(word for word in left if not word.startswith("world_size = "))  # the launcher has it
     lines += [f"Not in a Trainer: {'; '.join(left)}"] if left else []
     return "\n".join(paragraph(line, 100) for line in lines)
-
-
-_OTHERS = (trainer.OURS, trainer.TRLS)
 
 
 def _written(keywords: Mapping[str, Any]) -> str:

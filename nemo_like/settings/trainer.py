@@ -73,7 +73,7 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         values.setdefault("ac", "full" if "full" in checkpoints else "none")
     if values.get("grad_accum", 1) > 1:
         values.setdefault("sync", "last")  # `Trainer` enters accelerate's `no_sync` for the others
-    values["drop_output"] = True  # `compute_loss` returns the loss alone
+    values["drop_output"] = True  # `compute_loss` returns the loss only
 
 
 def _prepare(values: dict[str, Any]) -> None:
@@ -102,9 +102,6 @@ def _prepare(values: dict[str, Any]) -> None:
         values["optimizer"] = "adamw"
 
 
-ACCUMULATION = "accelerator_config.gradient_accumulation_kwargs"
-OPTIMIZER = words(TRAINER_OPTIMIZERS)
-RESHARD = words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"})
 # Keys and defaults: transformers/training_args.py, where ``_process_fsdp_args`` makes accelerate's plugin, and
 # trl/trainer/sft_config.py. Where `ac` is ours, the Trainer must not checkpoint too.
 TABLE = Format(
@@ -116,7 +113,7 @@ TABLE = Format(
         "max_length": ("seq_len", WHOLE),
         "bf16": ("_bf16", switch()),
         "fp16": ("_fp16", switch()),
-        "optim": ("optimizer", OPTIMIZER),
+        "optim": ("optimizer", words(TRAINER_OPTIMIZERS)),
         "torch_compile": ("compile", switch("inductor", None)),
         "torch_compile_backend": ("compile", _read_only(words({"inductor": "inductor"}))),
         "torch_compile_mode": ("", only("default")),
@@ -124,7 +121,10 @@ TABLE = Format(
         "activation_checkpointing_kwargs.use_reentrant": ("", only(True, False)),
         "fsdp": ("_fsdp", ValueKind(_fsdp_words)),
         "fsdp_config.version": ("_version", ValueKind(only(2, "2").read)),
-        "fsdp_config.reshard_after_forward": ("reshard_after_forward", RESHARD),
+        "fsdp_config.reshard_after_forward": (
+            "reshard_after_forward",
+            words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"}),
+        ),
         "fsdp_config.cpu_offload": ("cpu_offload", ValueKind(switch().read, _unless(False).write)),
         "fsdp_config.activation_checkpointing": ("_fsdp_checkpoints", switch("full", "none")),
         "fsdp_config.auto_wrap_policy": ("", only("TRANSFORMER_BASED_WRAP")),
@@ -140,7 +140,7 @@ TABLE = Format(
         "model_name_or_path": ("model", _read_only(ValueKind(preset))),
         "model_init_kwargs.dtype": ("dtype", _read_only(DTYPE)),
         "model_init_kwargs.attn_implementation": ("", only("flash_attention_2", "flash_attention_3", "sdpa")),
-        f"{ACCUMULATION}.sync_each_batch": ("sync", switch("every", "last")),
+        "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": ("sync", switch("every", "last")),
         **{name: ("", only(False)) for name in HARMLESS_IF_OFF.split()},
     },
     ignored=(*(pattern.replace("config.fsdp_", "config.") for pattern in NOT_READ), *NO_EFFECT.split()),

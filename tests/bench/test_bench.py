@@ -77,11 +77,11 @@ def test_results_read_as_table_and_json(results):
 def test_bytes_and_flops_are_exact_for_a_linear_layer():
     model = nn.Linear(64, 128, bias=False)
     sample = torch.randn(32, 64)
-    counted = measure_bytes(model, sample, torch.device("cpu"))
+    held, peak = measure_bytes(model, sample, torch.device("cpu"))
     # The output, saved for the square's backward, and the scalar losses.
-    assert counted.held == pytest.approx(32 * 128 * 4, abs=64)
+    assert held == pytest.approx(32 * 128 * 4, abs=64)
     # ... and in backward the output's gradient, the square's factor and the weight's gradient.
-    assert 2 * 32 * 128 * 4 <= counted.peak <= 6 * 32 * 128 * 4
+    assert 2 * 32 * 128 * 4 <= peak <= 6 * 32 * 128 * 4
     assert measure_flops(model, sample) == (2 * 32 * 64 * 128, 2 * 2 * 32 * 64 * 128)
 
 

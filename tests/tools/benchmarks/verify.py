@@ -41,7 +41,7 @@ def _run(options: BenchOptions) -> Measured:
         for word, value in (("off", "0"), ("on", "")):
             with _variable(value):
                 row[f"{word}_ms"] = statistics.median(_timed(new(), sample, device) for _ in range(options.repeats))
-                row[f"{word}_peak"] = measure_bytes(new(), sample, device).peak / 1e6
+                row[f"{word}_peak"] = measure_bytes(new(), sample, device)[1] / 1e6
                 counted = new()
                 counts = [_count_operators(counted, sample) for _ in range(3)]
                 row |= {f"{word}_first": counts[0], f"{word}_third": counts[2]}
