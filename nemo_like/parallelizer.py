@@ -309,7 +309,10 @@ def parallelize(
     cut = cut_into_stages(model, job, mesh, sample_input)
     # Nothing has been changed up to here.
     start_from_the_same_weights(model, mesh)
-    return cut.pipeline([(stage, _make_ready(stage.tree, stage.job, cut.stage_mesh)) for stage in cut.own_stages()])
+    stages = cut.own_stages()
+    return cut.pipeline(
+        [replace(stage, module=_make_ready(stage.module, of_stage, cut.stage_mesh)) for stage, of_stage in stages]
+    )
 
 
 if parallelize.__doc__:  # absent under python -OO

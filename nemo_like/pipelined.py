@@ -23,7 +23,6 @@ from nemo_like.distributed.pipeline.cut import (
     HeldStage,
     StageForward,
     StageParts,
-    StageSlice,
     counts_of,
     cut,
     slices,
@@ -36,16 +35,6 @@ from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
 from nemo_like.profiling.larger_batch import size_watch
 from nemo_like.resolve import layers_for
-
-
-@dataclass(frozen=True)
-class CutStage:
-    """One stage that this rank holds, not ready yet."""
-
-    slice: StageSlice
-    tree: nn.Module
-    forward: StageForward
-    job: Job  # The job that the stage is made ready for, as a model of its own.
 
 
 @dataclass
@@ -65,8 +54,8 @@ class CutModel:
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "pp")
         return None if self.job.of_stage().is_single else self.mesh[names]
 
-    def own_stages(self) -> Iterator[CutStage]:
-        """This rank's stages, cut one after the other."""
+    def own_stages(self) -> Iterator[tuple[HeldStage, Job]]:
+        """Yield this rank's stages, cut one after the other, and the job that each is made ready for, as a model."""
         job, parts = self.job, self.parts
         pieces = parts.slices if isinstance(parts, SplitParts) else slices(counts_of(parts, job.pp))
         if is_rank_zero():
@@ -90,13 +79,12 @@ class CutModel:
             names = tuple(parts.layers[i] for i in piece.layers)
             ac = job.ac.only(names) if isinstance(job.ac, Plan) else job.ac
             stage_job = replace(of_stage, layers=names, ac_scope="all", ac=ac, loss=None, planned_tokens=None)
-            yield CutStage(piece, tree, forward, stage_job)
+            yield HeldStage(piece, tree, forward), stage_job
         if isinstance(parts, SplitParts):
             parts.forget_weights()
 
-    def pipeline(self, ready: Sequence[tuple[CutStage, nn.Module]]) -> Pipeline:
-        """Return the pipeline of this rank's stages, which are `ready` to train."""
-        stages = [HeldStage(stage.slice, module, stage.forward) for stage, module in ready]
+    def pipeline(self, stages: Sequence[HeldStage]) -> Pipeline:
+        """Return the pipeline of this rank's `stages`, which are ready to train."""
         pipeline = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device, self.loss_mean)
         watch = size_watch(self.job.ac if isinstance(self.job.ac, Plan) else None, self.job.planned_tokens)
         if watch is not None and is_rank_zero():
@@ -163,8 +151,7 @@ def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
         from nemo_like.planning.planner import balance_for_memory
 
         mode = job.ac.mode if isinstance(job.ac, CheckpointConfig) and job.ac.mode in ("none", "selective") else "full"
-        counts = balance_for_memory(model, sample_input, job, mode)
-        return replace(job, pp=replace(pp, balance=tuple(counts)))
+        return replace(job, pp=replace(pp, balance=tuple(balance_for_memory(model, sample_input, job, mode))))
     if isinstance(job.ac, Plan) and pp.balance == "memory" and "balance" in job.ac.step:
         pp = replace(pp, balance=tuple(job.ac.step["balance"]))
     return replace(job, pp=pp)

@@ -127,8 +127,7 @@ def sample_of(source: ModelSource, options: BenchOptions, device: torch.device) 
     """The input of every step."""
     if options.input_shape is None:
         return source.sample_input(options.batch_size, options.seq_len, device)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(options.input_shape, generator=generator).to(device, options.dtype)
+    return torch.randn(options.input_shape, generator=torch.Generator().manual_seed(0)).to(device, options.dtype)
 
 
 def choose_modes(options: BenchOptions, device: torch.device) -> list[Mode]:

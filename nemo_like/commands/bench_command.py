@@ -76,16 +76,6 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     Raises:
         ValueError: a file that could not be written after the measurement, or an option that nothing reads.
     """
-    _check(args)
-    words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
-    words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
-    words |= {"dtype": parse_dtype("--dtype", args.dtype), "peers": not args.no_peers}
-    if args.input_shape is not None:
-        words["input_shape"] = parse_shape("--input-shape", args.input_shape)
-    return BenchOptions(**words)
-
-
-def _check(args: argparse.Namespace) -> None:
     check_writable("--json", args.json)
     for budget in args.budgets:
         MemoryBudget.parse(budget, "--budgets")
@@ -99,3 +89,9 @@ def _check(args: argparse.Namespace) -> None:
                 f"--budgets has {unread[0]!r}, and nothing reads it: --modes leaves 'budget {unread[0]}' out. Add that to "
                 "--modes, or leave --budgets out."
             )
+    words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
+    words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
+    words |= {"dtype": parse_dtype("--dtype", args.dtype), "peers": not args.no_peers}
+    if args.input_shape is not None:
+        words["input_shape"] = parse_shape("--input-shape", args.input_shape)
+    return BenchOptions(**words)

@@ -102,8 +102,8 @@ def sample_for(
     for name, value in (("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
         check_whole(name, value, 1)
     if getattr(args, "input_shape", None) is not None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(parse_shape("--input-shape", args.input_shape), generator=generator).to(device, dtype)
+        shape = parse_shape("--input-shape", args.input_shape)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     if source.sample is not None:
         return map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), own_sample(source, args))
     text = map_tensors(lambda ids: ids.to(device), _text(source, args))

@@ -79,8 +79,11 @@ def check_step_options(args: argparse.Namespace) -> None:
     if not (args.host or args.cpu_offload) and args.offload == "none":
         refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
     if args.input_shape:
-        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
-        refuse_unread(args, sizes, "--input-shape is the whole input.")
+        refuse_unread(
+            args,
+            ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"],
+            "--input-shape is the whole input.",
+        )
 
 
 def asked_job(args: argparse.Namespace) -> Job:

@@ -138,8 +138,8 @@ def _lines(explanation: Explanation) -> Iterable[str]:
 
 
 def _table(*names: str, rows: Iterable[tuple[str, ...]]) -> str:
-    columns = (Column(name, left=name in (names[0], "where")) for name in names)
-    return f"\n{Table(tuple(columns), tuple(rows)).text()}"
+    columns = tuple(Column(name, left=name in (names[0], "where")) for name in names)
+    return f"\n{Table(columns, tuple(rows)).text()}"
 
 
 def _mib(size: int) -> str:

@@ -112,14 +112,10 @@ def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Pha
 
 def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
     """Return for each allocation the event at which its phase ends."""
-    together = groupby(zip(allocations, phases), key=lambda pair: _group(pair[1]))
+    together = groupby(zip(allocations, phases), key=lambda pair: Phase.BACKWARD if pair[1] in _BACK else pair[1])
     stretches = [[block for block, _ in stretch] for _, stretch in together]
     ends = [*(stretch[0].born for stretch in stretches[1:]), events]
     return [end for stretch, end in zip(stretches, ends) for _ in stretch]
-
-
-def _group(phase: Phase) -> Phase:
-    return Phase.BACKWARD if phase in _BACK else phase
 
 
 def _steps(phases: Iterable[Phase]) -> list[int]:

@@ -116,9 +116,9 @@ def _phase_of_function(filename: str, name: str) -> Phase | None:
         return Phase.FSDP
     if path.startswith("torch/distributed/") and not path.startswith("torch/distributed/tensor"):
         return Phase.COLLECTIVE
-    if path.startswith("torch/autograd/graph.py") or path == "torch/autograd/__init__.py":
-        return Phase.BACKWARD
-    if path == "torch/_tensor.py" and name == "backward":
+    if path.startswith(("torch/autograd/graph.py", "torch/autograd/__init__.py")) or (
+        path == "torch/_tensor.py" and name == "backward"
+    ):
         return Phase.BACKWARD
     if name == "forward":
         return Phase.FORWARD

@@ -122,24 +122,20 @@ def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) ->
 
 
 def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
-    gone_from = {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS}
     return _cause(
         timeline,
         "a further copy of weights",
-        gone_from,
+        {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS},
         "blocks of the sizes of all weights are there once more: a second model, or an average of weights",
     )
 
 
 def _waiting(timeline: Timeline) -> Unexpected | None:
     """Blocks whose free was asked for and waits, since another stream has used them (``record_stream``)."""
-    gone_from = {
-        block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died
-    }
     return _cause(
         timeline,
         "frees that wait for streams",
-        gone_from,
+        {block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died},
         "they were freed, and wait for another stream that used them (record_stream)",
     )
 

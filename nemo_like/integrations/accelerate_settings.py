@@ -26,11 +26,6 @@ class AccelerateSettings:
     offloads_params: bool = False  # FSDP2's parameters wait in CPU memory.
     other_sharding: str = ""  # Name of another way to shard: DeepSpeed, FSDP1, Megatron-LM.
 
-    @property
-    def compiles_model(self) -> bool:
-        """Return whether the whole model becomes one compiled function."""
-        return self.compiler is not None and not self.by_regions
-
 
 def accelerate_settings() -> AccelerateSettings:
     """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""

@@ -42,7 +42,12 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     """
     batch = largest_batch(trainer)
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    counts = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_count(name, value)}
+    # Numbers, and metrics, which have a name with an underscore; a data set of plain lists is none.
+    counts = {
+        name: copy.deepcopy(value)
+        for name, value in vars(trainer).items()
+        if type(value) in (int, float) or (name.startswith("_") and _counts(value))
+    }
     state = _state_to_come(trainer.optimizer)
     with random_numbers_put_back(trainer.args.device):
         if trainer.args.gradient_accumulation_steps > 1:
@@ -58,11 +63,6 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     rows = max((len(value) for value in _tensors(batch)), default=0)
     width = max((value.shape[1] for value in _tensors(batch) if value.dim() > 1), default=1)
     say_once(f"The largest batch, {rows} x {width}, fits: forward, backward and the optimizer's state.")
-
-
-def _is_count(name: str, value: Any) -> bool:
-    """Return whether an attribute of a trainer is a number, or metrics; a data set of plain lists is none."""
-    return type(value) in (int, float) or (name.startswith("_") and _counts(value))
 
 
 def _counts(value: Any) -> bool:

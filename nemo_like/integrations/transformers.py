@@ -136,7 +136,7 @@ def refuse_a_loss_of_whole_logits(args: object) -> None:
     if getattr(args, "torch_compile", False):
         raise ValueError(f"torch_compile=True {whole}. Set torch_compile=False, or loss='model'.")
     told = accelerate_settings()
-    if told.compiles_model:
+    if told.compiler is not None and not told.by_regions:
         raise ValueError(
             f"accelerate's config (dynamo_backend: {told.compiler}) {whole}. Add dynamo_use_regional_compilation: true, "
             "set dynamo_backend: 'NO', or loss='model'."
@@ -365,13 +365,12 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
 
     def on_train_begin(self, args: Any, state: object, control: object, **kwargs: object) -> None:
         """Make sure that the model that trains is the one that was checkpointed."""
-        model = kwargs.get("model")
         if self._model is None:
             raise ValueError(
                 "CheckpointingCallback was added after the trainer was made: its model is not checkpointed. Pass it "
                 "as Trainer(..., callbacks=[CheckpointingCallback(...)])."
             )
-        if model is not self._model:
+        if kwargs.get("model") is not self._model:
             raise ValueError(
                 "The trainer built another model after CheckpointingCallback had checkpointed the first (model_init=). "
                 "Use CheckpointingMixin, which checkpoints every model that is built."

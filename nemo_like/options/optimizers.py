@@ -151,10 +151,6 @@ def _all_at_once(trained: Sequence[TrainedParameter]) -> tuple[StepTemporaries, 
     return (StepTemporaries(together=tuple(p.size for p in trained)),)
 
 
-def _none(trained: Sequence[TrainedParameter]) -> tuple[StepTemporaries, ...]:
-    return ()
-
-
 _LOOP, _FOREACH = _adamw(_one_by_one), _adamw(_all_at_once)
 
 
@@ -220,7 +216,7 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
         ),
         OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torchs("AdamW", foreach=False)),
         OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torchs("AdamW", foreach=True)),
-        OptimizerFacts("adamw-fused", _adamw(_none, fused=True), make=_torchs("AdamW", fused=True)),
+        OptimizerFacts("adamw-fused", _adamw(lambda trained: (), fused=True), make=_torchs("AdamW", fused=True)),
         OptimizerFacts("adamw-8bit", _of_states(_quantized), passes=4.0),
         # Both moments in two bytes (DeepSeek-V3, arXiv 2412.19437, section 3.3), stepped by a fused kernel.
         OptimizerFacts("adamw-bf16", _of_states(lambda p: (2 * p.elements, 2 * p.elements)), passes=5.0),

@@ -413,8 +413,9 @@ class Precision:
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """The three by name, as dtypes."""
-        names = ("param_dtype", "reduce_dtype", "output_dtype")
-        return {name: parse_dtype(name, getattr(self, name)) for name in names}
+        return {
+            name: parse_dtype(name, getattr(self, name)) for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        }
 
     @property
     def policy(self) -> MixedPrecisionPolicy:

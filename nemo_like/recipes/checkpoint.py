@@ -32,8 +32,11 @@ def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
                 raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
             kept = optimizer.state[parameter]
             if not kept:  # not made yet: as AdamW begins, and in its order, which is that of the file
-                zeros = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
-                kept |= {"step": torch.tensor(0.0), **zeros}
+                kept |= {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
             moments[name] = {key: in_boxes(value) for key, value in kept.items()}
     return {"model": weights, "optimizer": moments}
 

@@ -91,8 +91,12 @@ class Pretraining:
         # For a loss that cuts its targets: where sequences are cut, and no stage has the loss.
         mesh: DeviceMesh | None = None
         if options.cp > 1 and options.pp == 1:
-            sizes = {"dp_replicate": options.dp_replicate, "cp": options.cp, "tp": options.tp}
-            mesh = build_mesh(**sizes, device_type=self.ranks.device.type)
+            mesh = build_mesh(
+                dp_replicate=options.dp_replicate,
+                cp=options.cp,
+                tp=options.tp,
+                device_type=self.ranks.device.type,
+            )
         rows = options.rows(self.ranks.data_ranks)
         if options.pp > 1:  # which cuts its batch by itself
             rows = -(-rows // (options.job().pp.microbatches or 1))
