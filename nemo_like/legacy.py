@@ -76,8 +76,9 @@ class SelectiveCheckpointer:
         if report is None and sample_input is not None and config.profile_before_apply:
             report = MemoryProfiler(model).profile(sample_input, config.profile_num_runs)
         saved = None if report is None else {row.name: row.activation_bytes for row in report}
-        candidates = _candidates(model, config, report)
-        chosen = choose_layers(model, candidates, dataclasses.replace(config, layer_classes=None), saved)
+        chosen = choose_layers(
+            model, _candidates(model, config, report), dataclasses.replace(config, layer_classes=None), saved
+        )
         # The choice is made: no pattern and no threshold is left to be applied a second time.
         narrowed = dataclasses.replace(
             config, layer_classes=None, include_patterns=(), exclude_patterns=(), profile_before_apply=False

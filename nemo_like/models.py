@@ -200,12 +200,10 @@ _MOST_MODULES = 100_000
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
     """Yield each number in `value`, with the name of the innermost field that holds it."""
-    if isinstance(value, dict):
-        for field, inner in value.items():
+    if isinstance(value, dict | list):
+        inside = value.items() if isinstance(value, dict) else ((name, inner) for inner in value)
+        for field, inner in inside:
             yield from _numbers(field, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(name, inner)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name, value
 

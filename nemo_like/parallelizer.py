@@ -88,7 +88,7 @@ from nemo_like.precision import (
     float8_linears,
     scale_before_forward,
 )
-from nemo_like.profiling.larger_batch import size_watch, warn_of_larger_batches
+from nemo_like.profiling.larger_batch import size_watch
 from nemo_like.resolve import layers_for, resolve
 from nemo_like.torch_compat import fuse_collectives_into_matmuls
 
@@ -378,7 +378,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
         watch = size_watch(job.ac if isinstance(job.ac, Plan) else None, job.planned_tokens)
         if watch is not None:
-            warn_of_larger_batches(model, watch)
+            model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
     return model
 
 

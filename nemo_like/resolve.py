@@ -55,9 +55,8 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
         if not cells or job.layers is not None:
             raise
         return (), ()  # a recurrent model has one cell, called again and again
-    return layers_found, select_layers(
-        layers_found, job.ac_scope
-    )  # a wrong scope is an error also where nothing is checkpointed
+    # A wrong scope is an error also where nothing is checkpointed.
+    return layers_found, select_layers(layers_found, job.ac_scope)
 
 
 def resolve(

@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> PlannedJob | None:
     """Return the job that ``--model`` and the options of a plan state; None: there is no ``--model``."""
     if args.model is None:
-        options = [action.dest for action in args.own._actions if action.dest not in _OWN]
-        refuse_unread(args, options, "it is of a plan, which takes --model.")
+        others = [action.dest for action in args.own._actions if action.dest not in _OWN]
+        refuse_unread(args, others, "it is of a plan, which takes --model.")
         return None
     for name in ("world_size", "seq_len", "batch_size"):
         if not isinstance(getattr(args, name), int):

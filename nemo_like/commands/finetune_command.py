@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from nemo_like._util import option_fields
 from nemo_like._util.console import flag
-from nemo_like._util.option_fields import add_arguments as add_options
-from nemo_like._util.option_fields import read_options
 from nemo_like.recipes.options import FinetuneOptions
 
 EXAMPLES = FinetuneOptions.examples
@@ -15,12 +14,12 @@ EXAMPLES = FinetuneOptions.examples
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_options(parser, FinetuneOptions)
+    option_fields.add_arguments(parser, FinetuneOptions)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before torch is imported."""
-    args.options = read_options(FinetuneOptions, args)
+    args.options = option_fields.read_options(FinetuneOptions, args)
     for name in ("data", "eval_data"):
         if (path := getattr(args.options, name)) is not None and not os.path.exists(path):
             raise ValueError(f"{flag(name)} is {path!r}, and nothing exists there.")

@@ -145,7 +145,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
     """Write a file of the GPU by ``--calibrate-from``, print that, and return the arguments that plan with it."""
-    from nemo_like.options import MemoryBudget
     from nemo_like.planning.calibration import fitted_factor, read_speed, write_gpu
     from nemo_like.planning.model.traced import MODES
     from nemo_like.planning.predict import tokens_of

@@ -31,58 +31,53 @@ def query_with_inputs(
     Raises:
         ValueError: an option requests what the model does not take, or what the planner raises for text alone.
     """
-    media = _media(args)
-    if args.input_shape:
-        return make(_shaped(args)), ModelInput({}, f"an input of {args.input_shape}")
-    if source.sample is not None:
-        _refuse_media(args)
-        sample = own_sample(source, args)
-        return make(sample), ModelInput({}, describe(*split_sample(sample)))
-    text = _text(source, args, predicted=True)
-    if source.config is None:
-        _refuse_media(args)
-        return make(text["input_ids"]), ModelInput(text, f"{args.batch_size} x {args.seq_len} tokens")
-    inputs = model_input(model, text, media)
+    sample, inputs = _input(model, source, args, _media(args), predicted=True)
     if inputs.missing and _asked(args):
         raise ValueError(f"{args.model}: {inputs.missing}. From Python: plan_for(model, budget, sample_input).")
-    beside = inputs.tensors.keys() - text.keys()
-    if not beside:
+    beside = inputs.tensors.keys() - {"input_ids", "labels"}
+    if not beside and not args.input_shape:
         _refuse_media(args)
     if not beside or "input_ids" not in inputs.tensors:
-        return make(dict(inputs.tensors)), inputs
+        return make(sample), inputs
     try:
         with quiet_fakes():
-            return make(dict(inputs.tensors)), inputs
+            return make(sample), inputs
     except ValueError as error:
         if _asked(args):
             raise
-        alone = model_input(model, text, _TEXT_ONLY)
+        text, alone = _input(model, source, args, _TEXT_ONLY, predicted=True)
         reason = f"{', '.join(sorted(beside))}: {str(error).partition('. Give what')[0]}"
-        return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
+        return make(text), ModelInput(alone.tensors, alone.words, reason)
 
 
-def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argparse.Namespace, words: str) -> Step:
-    """Return the step that `query` was made for, which makes inputs of other sizes as that was made.
-
-    Args:
-        words: what the input of `query` is.
-    """
+def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argparse.Namespace) -> Step:
+    """Return the step that `query` was made for, which makes inputs of other sizes as that was made."""
+    media = _TEXT_ONLY if query.idle_layers() else _media(args)
 
     def sized(batch: int, length: int) -> tuple[Any, str]:
         other = argparse.Namespace(**(vars(args) | {"batch_size": batch, "seq_len": length or args.seq_len}))
-        if args.input_shape:
-            return _shaped(args), words
-        if source.sample is not None:
-            sample = own_sample(source, other)
-            return sample, describe(*split_sample(sample))
-        text = _text(source, other, predicted=other.seq_len <= args.seq_len)
-        if source.config is None:
-            return text["input_ids"], f"{batch} x {length} tokens"
-        inputs = model_input(model, text, _TEXT_ONLY if query.idle_layers() else _media(args))
-        return dict(inputs.tensors), inputs.words
+        sample, inputs = _input(model, source, other, media, predicted=other.seq_len <= args.seq_len)
+        return sample, inputs.words
 
     has_sample = bool(args.input_shape) or source.sample is not None
     return Step(model, query.job, sized, args.batch_size, 0 if has_sample else args.seq_len)
+
+
+def _input(
+    model: nn.Module, source: ModelSource, args: argparse.Namespace, media: Media, *, predicted: bool
+) -> tuple[Any, ModelInput]:
+    """Return what the model is called with, and its words; `predicted`: as for `ModelSource.sample_input`."""
+    if args.input_shape:
+        shape = parse_shape("--input-shape", args.input_shape)
+        return torch.empty(shape, device="meta"), ModelInput({}, f"an input of {args.input_shape}")
+    if source.sample is not None:
+        sample = own_sample(source, args)
+        return sample, ModelInput({}, describe(*split_sample(sample)))
+    text = _text(source, args, predicted=predicted)
+    if source.config is None:
+        return text["input_ids"], ModelInput(text, f"{args.batch_size} x {args.seq_len} tokens")
+    inputs = model_input(model, text, media)
+    return dict(inputs.tensors), inputs
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
@@ -108,10 +103,6 @@ def sample_for(
         return map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), own_sample(source, args))
     text = map_tensors(lambda ids: ids.to(device), _text(source, args))
     return text["input_ids"] if source.config is None else text
-
-
-def _shaped(args: argparse.Namespace) -> torch.Tensor:
-    return torch.empty(parse_shape("--input-shape", args.input_shape), device="meta")
 
 
 def _refuse_media(args: argparse.Namespace) -> None:

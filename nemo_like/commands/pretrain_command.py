@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nemo_like._util.option_fields import add_arguments as add_options
-from nemo_like._util.option_fields import read_options
+from nemo_like._util import option_fields
 from nemo_like.options.parallel import undivided
 from nemo_like.presets import check_model_name
 from nemo_like.recipes.options import PretrainOptions
@@ -16,12 +15,12 @@ EXAMPLES = PretrainOptions.examples
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_options(parser, PretrainOptions)
+    option_fields.add_arguments(parser, PretrainOptions)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before torch is imported."""
-    args.options = read_options(PretrainOptions, args)
+    args.options = option_fields.read_options(PretrainOptions, args)
     check_model_name(args.options.model)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sizes = {name: size for name in ("tp", "cp", "pp") if (size := getattr(args.options, name)) > 1}

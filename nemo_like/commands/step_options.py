@@ -114,4 +114,4 @@ def traced_step(args: argparse.Namespace, source: ModelSource, job: Job) -> tupl
     if args.lora is not None:
         model = with_adapters(model.train(), args.lora, job.param_dtype or dtype)
     query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
-    return query, plan_inputs.step_of(query, model, source, args, inputs.words), inputs
+    return query, plan_inputs.step_of(query, model, source, args), inputs

@@ -12,7 +12,7 @@ from nemo_like._util.table import byte_word
 from nemo_like._util.words import MIB
 from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
-from nemo_like.explaining.parts import MemoryKind, Parts, parts_of
+from nemo_like.explaining.parts import MemoryKind, Parts, parts_of, totals
 from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
 from nemo_like.explaining.stacks import Sources, operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
@@ -195,9 +195,7 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
         cures = tuple(cures_of(timeline, parts))
     else:
         cures = tuple(planned.cures(peak))
-    sizes = Counter[MemoryKind]()
-    for block in alive:
-        sizes[parts.named[block].kind] += block.size
+    sizes = totals((parts.named[block].kind, block.size) for block in alive)
     notes = list(timeline.notes)
     if not any(block.born > BEFORE for block in timeline.blocks):
         notes += [
@@ -242,10 +240,8 @@ def _stack_words(frames: Any, sources: Sources) -> str:
 
 
 def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
-    sizes = Counter[int]()
-    for block in alive:
-        if (layer := parts.named[block].layer) is not None:
-            sizes[layer] += block.size
+    of_blocks = ((parts.named[block].layer, block.size) for block in alive)
+    sizes = totals((layer, size) for layer, size in of_blocks if layer is not None)
     count = parts.layer_count or max(sizes, default=-1) + 1  # by the plan, where stacks do not tell
     return tuple(sizes[layer] for layer in range(count)) if sizes else ()
 

@@ -83,7 +83,6 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; bytes are whole numbers."""
-        failed = self.out_of_memory
         return {
             "peak_bytes": self.peak_bytes,
             "reserved_bytes": self.reserved_bytes,
@@ -93,7 +92,7 @@ class Explanation:
             "layers": [{"index": index, "bytes": size} for index, size in enumerate(self.layers)],
             "unexpected": [each.to_dict() for each in self.unexpected],
             "cures": [asdict(cure) for cure in self.cures],
-            "oom": None if failed is None else asdict(failed),
+            "oom": None if self.out_of_memory is None else asdict(self.out_of_memory),
             "plan": None if self.comparison is None else asdict(self.comparison),
             "message": self.message,
         }

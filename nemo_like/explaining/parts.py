@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
+from typing import TypeVar
 
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
@@ -54,6 +55,7 @@ _BY_PHASE = {
 }
 # Phases that alternate within a backward.
 _BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
+Key = TypeVar("Key")
 Mark = tuple[tuple[str, int], ...]  # Files and lines of a stack, the outermost first.
 _ROUND = 512  # Bytes to which the allocator rounds.
 # Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by
@@ -197,9 +199,7 @@ def _count(places: Iterable[Sequence[int]], allocations: Sequence[Block]) -> int
     A place that occurs so often several times in a layer counts a little less. There is none where such places make less
     than half of the bytes: compiled code has a line of its own for each layer.
     """
-    weight: Counter[int] = Counter()
-    for numbers in places:
-        weight[len(numbers)] += sum(allocations[number].size for number in numbers)
+    weight = totals((len(numbers), allocations[number].size) for numbers in places for number in numbers)
 
     def share(count: int) -> float:
         several = sum(size * (1.0 if times == count else 0.8) for times, size in weight.items() if times % count == 0)
@@ -290,6 +290,14 @@ def rounded(block: Block) -> int:
 def round_up(size: int) -> int:
     """Return the bytes that the allocator takes for `size`."""
     return max(_ROUND, -(-size // _ROUND) * _ROUND)
+
+
+def totals(sizes: Iterable[tuple[Key, int]]) -> Counter[Key]:
+    """Return the sum of the sizes of each key."""
+    total = Counter[Key]()
+    for key, size in sizes:
+        total[key] += size
+    return total
 
 
 def bytes_of(sizes: Counter[int]) -> int:

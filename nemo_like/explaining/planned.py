@@ -16,7 +16,7 @@ from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.explanation import Comparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded
+from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded, totals
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.explaining.unexpected import Cure
@@ -173,9 +173,25 @@ class PlannedJob:
         yield from (Cure(words, size) for size, words in after if size <= (1 - _SAVES) * peak)
 
     def readings_of(self, message: OutOfMemory) -> list[Reading]:
-        """Return the tensors of the model that may have been requested."""
-        sizes = _sizes_of(self.step)
-        return [] if sizes is None else readings(message, sizes)
+        """Return the tensors of the model that may have been requested; none where its config does not state all sizes."""
+        config: Any = text_config(getattr(self.step.model, "config", None))
+        heads = getattr(config, "num_attention_heads", None)
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        sizes: list[Any] = [getattr(config, name, None) for name in names]
+        if not heads or None in sizes:
+            return []
+        vocabulary, hidden, intermediate, layers = sizes
+        model = ModelSizes(
+            vocabulary,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or hidden // heads,
+            tokens_of(self.step.input[0]),
+        )
+        return readings(message, model)
 
     def need(self, query: PlanQuery) -> int:
         """Return the bytes of the GPU that a step takes: reserved, and outside of torch's allocator."""
@@ -224,27 +240,6 @@ def _choices(query: PlanQuery) -> Choices:
     if choices is None:
         raise ValueError(f"ac={query.job.ac} is not planned. Give none, full, selective or a budget.")
     return choices
-
-
-def _sizes_of(step: Step) -> ModelSizes | None:
-    """Return the sizes that the config of a transformer states; None: it has none, or lacks one."""
-    config: Any = text_config(getattr(step.model, "config", None))
-    heads = getattr(config, "num_attention_heads", None)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    sizes: list[Any] = [getattr(config, name, None) for name in names]
-    if not heads or None in sizes:
-        return None
-    vocabulary, hidden, intermediate, layers = sizes
-    return ModelSizes(
-        vocabulary,
-        hidden,
-        intermediate,
-        layers,
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or hidden // heads,
-        tokens_of(step.input[0]),
-    )
 
 
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
@@ -309,10 +304,7 @@ def _recorded(blocks: Iterable[Block], parts: Parts) -> Counter[str]:
 
 
 def _by_group(sizes: Iterable[tuple[MemoryKind, int]]) -> Counter[str]:
-    total = Counter[str]()
-    for kind, size in sizes:
-        total[_GROUP_OF[kind]] += size
-    return total
+    return totals((_GROUP_OF[kind], size) for kind, size in sizes)
 
 
 def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Parts:
@@ -333,13 +325,15 @@ def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[Planne
 
 def _layers(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Iterator[str]:
     """Yield a line for each group of neighbouring layers whose activations differ from their plan alike."""
-    real, plan = Counter[int](), Counter[int]()
-    for block in blocks:
-        if (layer := parts.named[block].layer) is not None and parts.named[block].kind is MemoryKind.ACTIVATIONS:
-            real[layer] += block.size
-    for each in tensors:
-        if each.layer is not None and each.kind is MemoryKind.ACTIVATIONS:
-            plan[each.layer] += each.size
+    recorded = ((parts.named[block], block.size) for block in blocks)
+    real = totals(
+        (named.layer, size)
+        for named, size in recorded
+        if named.layer is not None and named.kind is MemoryKind.ACTIVATIONS
+    )
+    plan = totals(
+        (each.layer, each.size) for each in tensors if each.layer is not None and each.kind is MemoryKind.ACTIVATIONS
+    )
     if not real or max(real) != max(plan, default=-1):
         return  # layers of the recording are not known, or they are others
     off = ((real[layer] - plan[layer], layer) for layer in range(max(real) + 1))

@@ -60,8 +60,10 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     with torch.no_grad():
         for buffer, value in kept:
             buffer.copy_(value)
-    rows = max((len(value) for value in _tensors(batch)), default=0)
-    width = max((value.shape[1] for value in _tensors(batch) if value.dim() > 1), default=1)
+    values = batch.values() if isinstance(batch, Mapping) else []
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    rows = max((shape[0] for shape in shapes), default=0)
+    width = max((shape[1] for shape in shapes if len(shape) > 1), default=1)
     say_once(f"The largest batch, {rows} x {width}, fits: forward, backward and the optimizer's state.")
 
 
@@ -72,11 +74,6 @@ def _counts(value: Any) -> bool:
     if isinstance(value, list | tuple | deque):
         return all(map(_counts, value))
     return is_plain_value(value) and not callable(value)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    values = batch.values() if isinstance(batch, Mapping) else []
-    yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def _state_to_come(optimizer: Any) -> list[torch.Tensor]:

@@ -111,8 +111,7 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
                 f"{name}=True in the training arguments and ac= both checkpoint the model: it would be recomputed twice. "
                 f"Set {name}=False, or ac='none'."
             )
-    fsdp = getattr(args, "fsdp_config", None) or {}
-    if fsdp.get("activation_checkpointing", False):
+    if (getattr(args, "fsdp_config", None) or {}).get("activation_checkpointing", False):
         raise ValueError(
             "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be recomputed twice. "
             "Remove it from fsdp_config, or set ac='none'."
@@ -126,8 +125,7 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
 
 def refuse_a_loss_of_whole_logits(args: object) -> None:
     """Raise ValueError where a trainer with these arguments would not have the model compute its loss in chunks."""
-    smoothing = getattr(args, "label_smoothing_factor", 0)
-    if smoothing:
+    if smoothing := getattr(args, "label_smoothing_factor", 0):
         raise ValueError(
             f"label_smoothing_factor={smoothing} makes the trainer compute the loss itself, from whole logits, which "
             "loss='chunked' is to avoid. Set label_smoothing_factor=0, or loss='model'."
@@ -215,9 +213,8 @@ class CheckpointingMixin:
             kwargs["loss"], loss = loss, None
         self._keywords = (ac, ac_scope, loss)
         self._sample, self._cp_keyword = ac_sample_input, cp
-        self._ac_ready = False
+        self._ac_ready = self._memory_checked = False
         self._bare: nn.Module | None = None
-        self._memory_checked = False
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if not isinstance(self, ActivationOffloadingMixin):
             _refuse_unread(arguments, "offload", "none", "ActivationOffloadingMixin among the trainer's bases")

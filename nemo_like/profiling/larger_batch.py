@@ -45,15 +45,9 @@ def _most(sizes: list[tuple[str, int]]) -> int:
     return max(whole or [size for _, size in sizes], default=0)
 
 
-def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:
-    """Warn once, on rank zero, when `model` trains on more than was planned for. Nothing else changes: gradients do not
-    depend on a plan."""
-    model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
-
-
 @dataclass(eq=False)
 class SizeWatch:
-    """Logs once that a batch is larger than the one that memory was planned for."""
+    """Logs once that a batch is larger than the one that memory was planned for. Gradients do not depend on a plan."""
 
     planned: str  # Description of what was planned for, for people.
     most: int  # See `most_elements`.

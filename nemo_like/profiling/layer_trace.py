@@ -122,10 +122,10 @@ def run_model(model: nn.Module, sample: object) -> Any:
 def _loss(model: nn.Module, output: object, loss_fn: LossFn | None) -> torch.Tensor:
     """`loss_fn` of the output; else the output's own ``loss``; else the sum of every output that has a gradient."""
     if loss_fn is not None:
-        told = loss_fn(output)
-        if not isinstance(told, torch.Tensor) or told.numel() != 1 or not told.requires_grad:
-            raise ValueError(f"loss_fn returned {told!r}; it must return a tensor of one number that has a gradient.")
-        return told
+        result = loss_fn(output)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
+            raise ValueError(f"loss_fn returned {result!r}; it must return a tensor of one number that has a gradient.")
+        return result
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

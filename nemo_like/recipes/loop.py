@@ -141,9 +141,11 @@ class Pretraining:
                     "another --checkpoint-dir."
                 )
             return
-        way_out = "Give the same again, or start again with another --checkpoint-dir."
         step = store.load(
-            gather_state(self.model, self.optimizer), lambda about: check_same_run(about, self.about, way_out)
+            gather_state(self.model, self.optimizer),
+            lambda about: check_same_run(
+                about, self.about, "Give the same again, or start again with another --checkpoint-dir."
+            ),
         )
         if step is None and resume == "must":
             raise ValueError(

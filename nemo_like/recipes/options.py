@@ -10,8 +10,7 @@ from nemo_like._util.console import check_new_folder, check_writable, flag, toke
 from nemo_like._util.option_fields import Need, Options, option
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, check_flag, job_of
-from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, parse_ac, parse_bytes
-from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
+from nemo_like.options import ADAMW, FLOAT8, SCHEDULES, MemoryBudget, parse_ac, parse_bytes
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
 from nemo_like.recipes import JOBS
@@ -32,8 +31,12 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
     """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `more`: other than there."""
     known = FLAGS[name]
     value = known.default if default is None else default
-    facts = {"choices": known.choices, "group": known.group} | more
-    return option(value, known.help.replace("%%", "%"), known.kind, **facts)
+    return option(
+        value,
+        known.help.replace("%%", "%"),
+        known.kind,
+        **{"choices": known.choices, "group": known.group} | more,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class PretrainOptions(SharedOptions):
     cp_method: str = job_option("cp_method", needs=Need("--cp above 1", lambda options: options.cp > 1))
     ep: int = job_option("ep")
     pp: int = job_option("pp")
-    pp_schedule: str = job_option("pp_schedule", choices=PIPELINE_SCHEDULES, needs=WITH_PP)
+    pp_schedule: str = job_option("pp_schedule", choices=SCHEDULES, needs=WITH_PP)
     stages_per_rank: int | None = job_option("stages_per_rank", needs=WITH_PP)
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
     global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
@@ -270,7 +273,6 @@ class PretrainOptions(SharedOptions):
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
 _ADAPTERS = Need("--lora", lambda options: options.lora or options.qlora)
-_FIT = Need("--fit", lambda options: options.fit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +312,11 @@ class FinetuneOptions(SharedOptions):
         False,
         "first choose the fastest --ac, --batch-size and --grad-accum that fit, by prediction, for as many samples",
     )
-    fit_memory: str | None = option(None, "bytes of each device that --fit may use (default: as plan)", needs=_FIT)
+    fit_memory: str | None = option(
+        None,
+        "bytes of each device that --fit may use (default: as plan)",
+        needs=Need("--fit", lambda options: options.fit),
+    )
     check_memory: bool | None = option(
         None,
         "run forward and backward of the largest batch before the first step (default: on a GPU)",

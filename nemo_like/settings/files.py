@@ -142,8 +142,9 @@ def _parsed(path: Path, text: str) -> Any:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            where = f"(at line {error.lineno}, column {error.colno})"
-            raise ValueError(f"{path} is not valid JSON: {error.msg} {where}. Correct that line.") from None
+            raise ValueError(
+                f"{path} is not valid JSON: {error.msg} (at line {error.lineno}, column {error.colno}). Correct that line."
+            ) from None
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     if re.match(r"\s*(\[[\w.\"-]+\]|[\w.-]+\s*=)", first):
         try:
