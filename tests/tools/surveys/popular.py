@@ -18,6 +18,7 @@ from nemo_like import Job, PipelineParallel, dry_run, parallelize
 from nemo_like._util.extras import require
 from nemo_like._util.log import forget_announcements
 from nemo_like.layers import find_layers
+from nemo_like.planning.model.inputs import model_input
 from tests.tools.surveys.plans import model_types
 from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, cell
 
@@ -26,7 +27,7 @@ POPULAR = """llama llama4_text mistral mixtral ministral3 qwen2 qwen3 qwen3_moe 
     nemotron_h mamba2 gpt2 bert t5 whisper vit"""
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 YES = "yes"
-ROWS, TOKENS = 2, 32
+ROWS, TOKENS, PLACES = 2, 32, 1024
 _FIELDS: dict[str, dict[str, Any]] = {
     "budget": {"ac": "60%"},
     "`tp`": {"tp": 2},
@@ -125,13 +126,18 @@ def _tried(model: nn.Module, attempt: Callable[[], None]) -> str:
         attempt()
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         sentence = " ".join(str(error).split()).split(". ")[0].rstrip(".") + "."
-        return sentence.replace(f"This {type(model).__name__}", "It").replace(type(model).__name__, "the model")
+        name = type(model).__name__
+        sentence = sentence.removeprefix(f"{name}: ").replace(f"This {name}", "It").replace(f"this {name}", "it")
+        return sentence.replace(name, "the model")
     return YES
 
 
 def _dry(model: nn.Module, batch: Mapping[str, torch.Tensor], fields: dict[str, Any]) -> None:
     if "ep" in fields and not any("expert" in name for name, _ in model.named_modules()):
         raise ValueError("It has no experts.")
+    if "ac" in fields and hasattr(model.config, "vision_config"):  # a plan is of the layers that its sample runs
+        text = torch.randint(3, 40, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
+        batch = model_input(model, {"input_ids": text, "labels": text.clone()}).tensors
     ranks = 1 if "ac" in fields else 2
     dry_run(copy.deepcopy(model).to("meta"), Job.of(world_size=ranks, gpu="cpu", **fields), sample_input=dict(batch))
 

@@ -19,6 +19,9 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "gemma3": {"mm_tokens_per_image": 49, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [0, 1]},
     "bamba": _MAMBA,
     "granitemoehybrid": _MAMBA,
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
