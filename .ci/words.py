@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,11 +48,11 @@ LIMITS = {
     "fmt: skip outside of planning": 0,
     "fmt: skip in planning": 0,
     "filler names outside of planning, per thousand": 2.8,
-    "words that are not written, outside of planning": 6,
-    "old words in pages": 19,
-    "old words in docstrings and messages": 0,
-    "'what' in pages": 185,
-    "'what' in docstrings and messages": 1008,
+    "words that are not written, outside of planning": 0,
+    "old words in pages": 0,
+    "old words in docstrings, comments and messages": 0,
+    "'what' in pages": 184,
+    "'what' in docstrings, comments and messages": 1132,
 }
 """They may only fall."""
 
@@ -110,17 +112,19 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def unwritten(path: Path, words: re.Pattern[str] = NOT_WRITTEN) -> Iterator[tuple[int, str]]:
-    """Yield the line and the word of each match of `words` in docstrings and messages.
+    """Yield the line and the word of each match of `words` in docstrings, comments and messages.
 
     A string without a space is a name, as is text between backticks; examples (``>>>``) are code.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
-            text = re.sub(
-                r"`[^`]*`|^ *(?:>>>|\.\.\.) .*$", lambda code: re.sub(r".", "`", code[0]), node.value, flags=re.M
-            )
-            for match in words.finditer(text):
-                yield node.lineno + text.count("\n", 0, match.start()), match[0]
+    source = path.read_text(encoding="utf-8")
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    texts = [(node.lineno, node.value) for node in nodes if isinstance(node.value, str) and " " in node.value.strip()]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for line, text in texts:
+        plain = re.sub(r"`[^`]*`|^ *(?:>>>|\.\.\.) .*$", lambda code: re.sub(r".", "`", code[0]), text, flags=re.M)
+        for match in words.finditer(plain):
+            yield line + plain.count("\n", 0, match.start()), match[0]
 
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
@@ -176,7 +180,7 @@ def counts() -> dict[str, float]:
     found: dict[str, float] = dict.fromkeys(LIMITS, 0)
     for kind, words in (("old words", OLD_WORDS), ("'what'", WHAT)):
         found[f"{kind} in pages"] = sum(len(words.findall(prose(page.read_text(encoding="utf-8")))) for page in pages())
-        found[f"{kind} in docstrings and messages"] = sum(1 for path in modules() for _ in unwritten(path, words))
+        found[f"{kind} in docstrings, comments and messages"] = sum(1 for path in modules() for _ in unwritten(path, words))
     stored = fillers = 0
     for path in modules():
         where = "in planning" if in_planning(path) else "outside of planning"

@@ -1,6 +1,6 @@
 """`dry_run`: a training job's step on one of its ranks, run as it is, on fake tensors and ranks that are not there.
 
-One process stands for one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and
+One process plays one rank of any number: torch's ``fake`` back end sends nothing, fake tensors have no memory, and
 all else is real: `parallelize` with `fully_shard`, DTensor and the engine, torch's optimizer, autograd. A `StorageLedger`
 counts.
 """
@@ -111,9 +111,9 @@ def dry_run(
         model_or_config: an original model on any device, `meta` included, of which a copy runs; or a transformers config.
         job: what runs, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come to, by
             ``ExpertParallel.imbalance``.
-        sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
+        sample_input: what one micro-batch of one rank gives to the model. With ``pp``, a step has
             ``PipelineParallel.microbatches`` of them.
-        rank: which of them this process stands for.
+        rank: which of them this process plays.
         layers: how many layers of each stretch of equal ones run, 5 or more (periods, where several kinds alternate). The
             others add what their neighbours add, event by event. Where two neighbours differ, or the peak is another than
             the plan's, all run, which is logged. None, with ``pp``, and where no plan is made: all run.
@@ -129,7 +129,7 @@ def dry_run(
     if not isinstance(job, Job):
         raise TypeError(f"job is {job!r}; it must be a Job: Job.of(ac='full', world_size=8).")
     if sample_input is None:
-        raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
+        raise ValueError("sample_input is None; give what one micro-batch of one rank gives to the model.")
     model = _model(model_or_config)
     gpu = resolve_device("cpu" if job.gpu is None else job.gpu)
     job = replace(job, world_size=job.ranks, gpu=gpu, device=torch.device("cpu"))  # where the fake tensors are
@@ -311,7 +311,7 @@ def _loop(
     ledger: StorageLedger,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[], None]:
-    """Forward and backward of a step as `loop` says. `around`: what they run in."""
+    """Forward and backward of a step as in `loop`. `around`: what they run in."""
     kept: list[Any] = []
 
     def go() -> None:

@@ -684,7 +684,7 @@ def around_end_of_backward(
 ) -> None:
     """Call `before` and `after` around the end of a backward of `root`, where FSDP2 reduces the units that backward has
     not come to."""
-    # By the class: what stands for another stage's layer in a pipeline answers for that layer's attributes.
+    # By the class: what replaces another stage's layer in a pipeline answers for that layer's attributes.
     states = [m._get_fsdp_state() for m in root.modules() if hasattr(type(m), "_get_fsdp_state")]  # type: ignore[operator]
     # Of all units: which of them backward comes to first, and so has its method called, is not known.
     for state in {id(state): state for state in states}.values():
@@ -932,7 +932,7 @@ def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
     state = module._get_fsdp_state()  # type: ignore[operator]
 
     def gather(grad: Tensor) -> Tensor:
-        # Where the unit's own forward asks for gradients, it is gathered.
+        # Where the unit's own forward requires gradients, it is gathered.
         return grad if state._training_state.name == "FORWARD" else state._pre_backward(grad)
 
     for tensor in tensors:

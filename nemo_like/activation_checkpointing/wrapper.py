@@ -316,7 +316,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
     def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             raise RuntimeError("use_reentrant=True cannot be compiled; use use_reentrant=False.")
-        # Autograd sees the tensors among the function's own arguments only: those by keyword are handed over as such.
+        # Autograd sees the tensors among the function's own arguments only: those by keyword are passed on as such.
         names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {key: value for key, value in kwargs.items() if key not in names}
         positional, count = (*args, *(kwargs[name] for name in names)), len(args)

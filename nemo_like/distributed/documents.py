@@ -231,7 +231,7 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
     text = _language(model)
     prefix = next((name for name, module in bare_modules(model) if bare(module) is bare(text)), "")
     for name, module, why in sequence_mixers(text, transformers=True, masked=masked):
-        # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
+        # Encoders of pictures and sounds have sequences of their own, which no document of the text ends.
         fqn = join(prefix, name) if name else prefix
         if not fqn or group_of(model, fqn) not in ("vision", "audio"):
             return f"{fqn or 'it'}, a {class_of(module).__name__}, {why}"

@@ -73,7 +73,7 @@ _expert_mesh = functools.cache(make_expert_mesh)
 # Refuse a split that structure allows and a line of the forward does not: try it on tensors without values.
 #
 # A copy of the model without weights is run as one rank would run it, and where that fails, whole. A model that fails
-# whole, too (for want of values, or of the right input), says nothing about the split.
+# whole, too (for want of values, or of the right input), tells nothing about the split.
 
 
 _TOKENS = 8  # The length of a sample, for each rank.
@@ -106,7 +106,7 @@ def try_context_parallel(
         sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """
-    # A method without masks would only say of a layer's own mask that it has none.
+    # A method without masks would only report of a layer's own mask that it has none.
     options = options if METHODS[options.method].takes_masks else ContextParallel(options.size)
     copied, sample = _copied(model), _sample(model, sample_input, options.size)
     if copied is None or sample is None:
@@ -114,7 +114,7 @@ def try_context_parallel(
     with cut_for_planning(copied, options, find_layers(copied, [layer.fqn for layer in layers])):
         error = _failure(copied, sample)
     if sample_input is None and error is not None and _is_ours(error):
-        return  # it asks for arguments that the dummies lack, and says so in the call
+        return  # it requires arguments that the dummies lack, and reports that in the call
     if error is not None and _runs_whole(model, sample):
         raise ValueError(
             f"cp={options.size} cannot cut the sequences of this {type(base_model(model)).__name__}: its forward runs on "

@@ -144,7 +144,7 @@ class LayerOrder:
                 raise self._error(index)
             time.sleep(pause)
             pause = min(2 * pause, _LOOK)
-        if self._last >= 0:  # nobody waits there any more
+        if self._last >= 0:  # no rank waits there any more
             for name in (rank(), "event", "count") if rank() == self._ranks[0] else (rank(),):
                 store.delete_key(f"{self._key}/{self._last}/{name}")
         self._last = index

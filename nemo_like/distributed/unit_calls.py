@@ -190,7 +190,7 @@ class UnitCalls:
                 )
         if torch.is_grad_enabled():
             for module in self._modules:
-                # Seen by a hook of somebody else. Ours would keep a chunked loss from the head's gradients by hand.
+                # Seen by a hook of another owner. Ours would keep a chunked loss from the head's gradients by hand.
                 if module not in self._reached and forward_hooks(module) not in ((), (explain_sharded_weights,)):
                     self._reached.add(module)
                     module.register_forward_hook(self._reach)

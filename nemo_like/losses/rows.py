@@ -269,7 +269,7 @@ def _whole_rows(
     if not apart:
         values.scatter_add_(1, index, at_label)
     if some_do_not_count:
-        # Weight 0 is no gradient at all, also where the logits are not finite.
+        # Weight 0 means a gradient of 0, also where the logits are not finite.
         values.masked_fill_(~counts[:, None], 0)
     terms.shape.chain_(values, shaped)
     if values is not raw:

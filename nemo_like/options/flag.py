@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FIELDS = object()  # Stands for the default of the field.
+FIELDS = object()  # The default of the field.
 
 
 def same(value: Any) -> Any:

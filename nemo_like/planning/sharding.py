@@ -409,7 +409,7 @@ def same_on_all_ranks(make: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box = [make()]
-        except Exception as error:  # noqa: BLE001 - handed on to every rank, where it is raised
+        except Exception as error:  # noqa: BLE001 - passed on to every rank, where it is raised
             box = [error]
     dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], Exception):

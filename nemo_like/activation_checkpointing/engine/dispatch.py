@@ -105,7 +105,7 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Without this, torch wraps `__torch_dispatch__` in a guard against Dynamo that costs 1.5 µs on every
-        # operator. Dynamo never sees our modes: under compilation the region is handed over, see `compiled`.
+        # operator. Dynamo never sees our modes: under compilation the region is passed on, see `compiled`.
         return False
 
     def __init_subclass__(cls) -> None:

@@ -50,7 +50,7 @@ class SavedInputs:
         if not isinstance(value, Tensor):
             return value
         for place, original in enumerate(self._originals):
-            if original is value:  # attention asks whether its query is its key
+            if original is value:  # attention compares its query with its key
                 return _place(place)
         self._saved.append(save_tensor(value))
         self._originals.append(value)

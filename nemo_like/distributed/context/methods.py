@@ -344,7 +344,7 @@ class Ring(ContextMethod):
             works: list[Any] = []
             if step < ranks - 1:
                 coming, works = _exchange(part, group)
-            if sums is not None and step:  # those of the block before come back beside this block's
+            if sums is not None and step:  # those of the block before come back together with this block's
                 sums, more = _exchange(sums, group)
                 works += more
             rows = slice(half, None) if of > rank else everything

@@ -199,7 +199,7 @@ class StageForward:
         self._received.tensors = () if self._stage.is_first else inputs
         if torch.is_grad_enabled():
             for tensor in self._received.tensors:
-                # torch may detach what a stage has sent, in place: the buffer itself, where it is handed on as it came.
+                # torch may detach what a stage has sent, in place: the buffer itself, where it is passed on as it came.
                 tensor.requires_grad_()
         batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
@@ -215,7 +215,7 @@ class StageForward:
             return map_tensors(Tensor.contiguous, sent)  # or torch could not send it
         loss = loss_of(output).reshape(())
         share = self.shares[number]
-        return torch.stack([loss * share if share else loss.nan_to_num() * 0.0])  # a mean over nothing is no number
+        return torch.stack([loss * share if share else loss.nan_to_num() * 0.0])  # a mean over nothing is not a number
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:
