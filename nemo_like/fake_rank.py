@@ -235,7 +235,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     args, kwargs = run.sample(split_sample(sample_input))
     ledger = StorageLedger(on_cpu=device.kind == "cpu")
     if isinstance(parallelized, Pipeline):
-        parallelized.tie()
+        parallelized._tie()
         given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         go = _pipeline_loop(parallelized, repeated(given_by_name, parallelized.options.microbatches or 1), ledger)
     else:
@@ -343,7 +343,7 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
     for stage in pipeline.stages:
         stage.module.register_forward_pre_hook(enter, prepend=True)
         stage.module.register_forward_hook(leave)
-    pipeline.trust()
+    pipeline._trust()
     return partial(pipeline.step, **batch)
 
 

@@ -58,7 +58,7 @@ class Pipeline(StagesOfRank):
         self._verified = False
         # Called with each batch that `step` trains on, and how many micro-batches it becomes.
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
-        self.tie()
+        self._tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -104,12 +104,12 @@ class Pipeline(StagesOfRank):
         if not self._verified:
             self._verified = True
             check_same_batch(batch, self._sharing)
-            verify_stages(self, batch, self.cut, self.forward)
-        sizes = self.cut(batch)
+            verify_stages(self, batch, self._cut, self.forward)
+        sizes = self._cut(batch)
         self._loss_mean.check(self, batch)
         return sizes
 
-    def trust(self) -> None:
+    def _trust(self) -> None:
         """Compare nothing: for runs on tensors without values."""
         self._verified, self._loss_mean.has_values = True, False
 
@@ -118,7 +118,7 @@ class Pipeline(StagesOfRank):
 
         seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each micro-batch.
         """
-        return self._forward(self.cut(batch), seen)
+        return self._forward(self._cut(batch), seen)
 
     @torch.no_grad()
     def _forward(self, sizes: tuple[int, int], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
@@ -154,7 +154,7 @@ class Pipeline(StagesOfRank):
             work.wait()
         return losses
 
-    def cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+    def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
         microbatches, shares = self._loss_mean.cut(batch, self.options.microbatches or 1)
@@ -226,7 +226,7 @@ class Pipeline(StagesOfRank):
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
 
-    def tie(self) -> None:
+    def _tie(self) -> None:
         """Give both the first and the last stage the first one's parameter for what is tied, where this rank has both.
 
         FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
@@ -342,7 +342,7 @@ class Pipeline(StagesOfRank):
             raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
         for stage in self.stages:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
-        self.tie()
+        self._tie()
         self.__dict__.pop("module", None)  # it has the parameters from before
         return self
 
