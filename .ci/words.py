@@ -180,7 +180,9 @@ def counts() -> dict[str, float]:
     found: dict[str, float] = dict.fromkeys(LIMITS, 0)
     for kind, words in (("old words", OLD_WORDS), ("'what'", WHAT)):
         found[f"{kind} in pages"] = sum(len(words.findall(prose(page.read_text(encoding="utf-8")))) for page in pages())
-        found[f"{kind} in docstrings, comments and messages"] = sum(1 for path in modules() for _ in unwritten(path, words))
+        found[f"{kind} in docstrings, comments and messages"] = sum(
+            1 for path in modules() for _ in unwritten(path, words)
+        )
     stored = fillers = 0
     for path in modules():
         where = "in planning" if in_planning(path) else "outside of planning"

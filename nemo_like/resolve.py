@@ -85,7 +85,7 @@ def resolve(
         if is_rank_zero():
             logger.info(
                 f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, recompute "
-                f"{plan.replay_share:.0%} of a forward pass."
+                f"{plan.recompute_share:.0%} of a forward pass."
             )
         job = replace(job, ac=plan)
     if isinstance(job.ac, Plan):

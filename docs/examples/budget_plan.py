@@ -31,7 +31,7 @@ batch["labels"] = batch["input_ids"]
 # Half of the activation bytes that no checkpointing would hold; "40GiB" would bound the peak of a whole step.
 plan = plan_for(build(), ac="50%", sample_input=batch)
 print(f"none would hold {plan.none_bytes / 1e6:.2f} MB, the plan holds {plan.held_bytes / 1e6:.2f} MB, ", end="")
-print(f"replay is {plan.replay_share:.0%} of a forward pass (predicted)")
+print(f"replay is {plan.recompute_share:.0%} of a forward pass (predicted)")
 plan.save(path)
 
 model = build()

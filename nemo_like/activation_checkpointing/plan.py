@@ -43,8 +43,8 @@ class LayerPlan:
     """Kept in CPU memory meanwhile."""
     none_bytes: int
     """Bytes that it would save without checkpointing."""
-    replay_flops: int
-    replay_seconds: float
+    recompute_flops: int
+    recompute_seconds: float
     decisions: Mapping[str, Sequence[str]] | None
     """Op name → decision of each invocation; None: the layer is not a region. All attention kernels share one row."""
 
@@ -82,9 +82,9 @@ class Plan:
     """One forward pass of all layers."""
     forward_seconds: float
     """Seconds of that, by the roofline."""
-    replay_flops: int
+    recompute_flops: int
     """Floating-point operations that backward recomputes."""
-    replay_seconds: float
+    recompute_seconds: float
     """Seconds of these."""
     gap_seconds: float
     """Proven bound on how much faster any plan for the same bytes could be (see docs for what it leaves out)."""
@@ -113,9 +113,9 @@ class Plan:
         return sum(self.peak.values())
 
     @property
-    def replay_share(self) -> float:
+    def recompute_share(self) -> float:
         """Recomputation time as a share of one forward pass of the layers (roofline)."""
-        return self.replay_seconds / self.forward_seconds if self.forward_seconds else 0.0
+        return self.recompute_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
     def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.

@@ -189,7 +189,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
             continue  # a call without gradients: what the layer saves is decided by its others
         if before is not None and not before.none_bytes:
             before = None  # and this is the first of those
-        times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
+        times = 1 if before is None else before.recompute_flops // max(1, choice.recompute_flops) + 1
         rows: Mapping[str, Sequence[str]] | None = None
         if choice.decisions:
             rows = {} if choice.is_full else problem.rows(choice, one_attention=True)
@@ -200,8 +200,8 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
             (choice.held_bytes - moved) * times,
             (choice.host_bytes + moved) * times,
             problem.trace.none_bytes * times,
-            choice.replay_flops * times,
-            (choice.replay_seconds + waits) * times,
+            choice.recompute_flops * times,
+            (choice.recompute_seconds + waits) * times,
             rows,
         )
     return list(layers.values())
@@ -217,8 +217,8 @@ def _sums(stage: Stage, choices: Sequence[Choice]) -> dict[str, Any]:
         "full_bytes": part.saved(part.uniform("full")),
         "forward_flops": sum(problem.trace.flops for problem in calls),
         "forward_seconds": sum(problem.forward_seconds for problem in calls),
-        "replay_flops": sum(choice.replay_flops for choice in choices),
-        "replay_seconds": sum(choice.replay_seconds for choice in choices) + sum(stage.exposed(choices)),
+        "recompute_flops": sum(choice.recompute_flops for choice in choices),
+        "recompute_seconds": sum(choice.recompute_seconds for choice in choices) + sum(stage.exposed(choices)),
     }
 
 

@@ -157,7 +157,7 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     )
     plan = plan_of(query, MemoryBudget(fraction=0.3))
     assert sum(layer.host_bytes for layer in plan.layers) > 0
-    assert plan.replay_seconds < plan_of(_query(), MemoryBudget(fraction=0.3)).replay_seconds
+    assert plan.recompute_seconds < plan_of(_query(), MemoryBudget(fraction=0.3)).recompute_seconds
     assert any("host" in row for layer in plan.layers for row in (layer.decisions or {}).values())
     model = source.build("cpu")
     wanted = step(model, **source.sample_input(1, 64))
@@ -177,7 +177,7 @@ def test_plan_for_says_what_it_needs():
         plan_for(model, ac="50%", sample_input=sample, optimizer="adam")
     with pytest.raises(ValueError, match="world_size is 0"):
         plan_for(model, ac="50%", sample_input=sample, world_size=0)
-    assert plan_for(model, ac="auto", sample_input=sample, gpu="h100-80gb").replay_flops == 0  # 72 GB are plenty
+    assert plan_for(model, ac="auto", sample_input=sample, gpu="h100-80gb").recompute_flops == 0  # 72 GB are plenty
 
 
 def test_model_is_untouched_by_planning():

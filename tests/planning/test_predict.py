@@ -208,7 +208,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
         again = step_seconds(four, four.uniform(mode)).total
         assert again - last == pytest.approx(4 * (seconds.total - last))
         assert describe(one, one.uniform(mode), mode).step_seconds == seconds.total
-    replay = describe(one, one.uniform("full"), "full").replay_seconds
+    replay = describe(one, one.uniform("full"), "full").recompute_seconds
     assert parts["full"]["replay"] == pytest.approx(replay) and "replay" not in parts["none"]
     layers = sum(part_of(one).problems[call.kind].forward_seconds for call in part_of(one).traced.calls)
     assert parts["none"]["forward"] == pytest.approx(layers) and parts["none"]["optimizer"] == last
@@ -295,7 +295,7 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
     forward = [part_of(slow).problems[call.kind].forward_seconds for call in part_of(slow).traced.calls]
     waits = sum(exposed_seconds(*pair, slow.device) for pair in zip(moved, forward))
     assert waits == pytest.approx(sum(2 * size - 3 * one for size, one in zip(moved, forward) if size))
-    plain = describe(slow, choices, "full").replay_seconds - sum(choice.replay_seconds for choice in choices[0])
+    plain = describe(slow, choices, "full").recompute_seconds - sum(choice.recompute_seconds for choice in choices[0])
     assert plain == pytest.approx(waits)
     for memory in (sum(moved) - 1, sum(moved)):
         limited = slow.under(replace(slow.job, search=replace(slow.job.search, host_memory=memory)))

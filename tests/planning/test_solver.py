@@ -246,14 +246,14 @@ def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: s
     for problem in problems:
         none = problem.none().held_bytes - problem.trace.input_bytes, 0.0
         points.append(
-            [(0, problem.full().replay_seconds), *(p for p in all_best(problem.ops()) if p[0] < none[0]), none]
+            [(0, problem.full().recompute_seconds), *(p for p in all_best(problem.ops()) if p[0] < none[0]), none]
         )
     worst = 0.0
     for step in range(32):
         budget = least + (most - least) * step // 32
         choices, _ = choose(query, MemoryBudget(fraction=(budget + 1) / most))
         assert saved(query, choices) <= budget + 1
-        cost = sum(choice.replay_seconds for choice in choices[0])
+        cost = sum(choice.recompute_seconds for choice in choices[0])
         worst = max(worst, (cost - least_cost_of_two(*points, budget - inputs)) / forward)
     assert worst <= 0.005
 

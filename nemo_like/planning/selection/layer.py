@@ -32,8 +32,8 @@ class Choice:
     # Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside.
     held_bytes: int
     host_bytes: int  # Held in CPU memory meanwhile.
-    replay_flops: int
-    replay_seconds: float  # Replay, and transfers that computing does not hide.
+    recompute_flops: int
+    recompute_seconds: float  # Replay, and transfers that computing does not hide.
     # For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`.
     decisions: tuple[str, ...] = ()
 
@@ -147,8 +147,8 @@ class BlockProblem:
         choices = [self.choice(point.decisions(len(self.records))) for point in solver.spread(points, _MOST)]
         moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
         every = [self.full(), *choices, *moved, self.none()]
-        ascending = sorted(every, key=attrgetter("held_bytes", "replay_seconds", "host_bytes"))
-        return tuple(solver.non_dominated(ascending, attrgetter("replay_seconds")))
+        ascending = sorted(every, key=attrgetter("held_bytes", "recompute_seconds", "host_bytes"))
+        return tuple(solver.non_dominated(ascending, attrgetter("recompute_seconds")))
 
     def on_host(self, choice: Choice) -> Choice:
         """`choice` with what it keeps inside moved to CPU memory and back.
@@ -159,7 +159,12 @@ class BlockProblem:
         exposed = exposed_seconds(moved, self.forward_seconds, self.device)
         words = tuple("host" if word == "save" else word for word in choice.decisions)
         return Choice(
-            choice.label, self.trace.input_bytes, moved, choice.replay_flops, choice.replay_seconds + exposed, words
+            choice.label,
+            self.trace.input_bytes,
+            moved,
+            choice.recompute_flops,
+            choice.recompute_seconds + exposed,
+            words,
         )
 
     def rows(self, choice: Choice, *, one_attention: bool = False) -> dict[str, list[str]]:
@@ -204,7 +209,7 @@ class ChoiceGroup:
     def numbers(self) -> tuple[list[tuple[int, float]], int]:
         """Bytes and seconds of the choices, and how many of them are to be made."""
         times = sum(map(len, self.calls)) if self.looped else 1
-        points = [(c.held_bytes * times, c.replay_seconds * times) for c in self.choices]
+        points = [(c.held_bytes * times, c.recompute_seconds * times) for c in self.choices]
         return points, 1 if self.looped else len(self.calls)
 
 
