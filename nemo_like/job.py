@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from nemo_like._util.words import check_whole
 from nemo_like.options import (
@@ -51,10 +51,10 @@ if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs 
     from nemo_like.activation_checkpointing.plan import Plan
     from nemo_like.activation_checkpointing.policy import Policy
 
-    Checkpointing = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
+    Checkpointing: TypeAlias = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
 
 
-Strategy = str | FSDP2 | DDP | Single
+Strategy: TypeAlias = str | FSDP2 | DDP | Single
 
 
 class JobKeywords(TypedDict, total=False):
