@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs 
     from nemo_like.activation_checkpointing.plan import Plan
     from nemo_like.activation_checkpointing.policy import Policy
 
-    Checkpointing: TypeAlias = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
+    Checkpointing: TypeAlias = str | bool | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy | None
 
 
 Strategy: TypeAlias = str | FSDP2 | DDP | Single
