@@ -130,7 +130,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
 def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "99")
     said = (
-        r"LOCAL_RANK is 99 but this host has \d+ CUDA device"
+        r"LOCAL_RANK is 99 but this node has \d+ CUDA device"
         if torch.cuda.is_available()
         else "sees no CUDA device here"
     )

@@ -45,12 +45,12 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its host (``LOCAL_RANK``), 0 without a launcher."""
+    """This process's number on its node (``LOCAL_RANK``), 0 without a launcher."""
     return _environment_number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """Ranks on this host (``LOCAL_WORLD_SIZE``); all of them without a launcher that sets it."""
+    """Ranks on this node (``LOCAL_WORLD_SIZE``); all of them without a launcher that sets it."""
     return _environment_number("LOCAL_WORLD_SIZE", world_size())
 
 
@@ -68,7 +68,7 @@ def local_device(device_type: str | None = None) -> torch.device:
     """The device of this rank: ``cuda:LOCAL_RANK`` or ``cpu``.
 
     Raises:
-        ValueError: `device_type` is neither, or this host has no CUDA device of that number.
+        ValueError: `device_type` is neither, or this node has no CUDA device of that number.
     """
     device_type = device_type or pick_device_type()
     if device_type == "cpu":
@@ -83,7 +83,7 @@ def local_device(device_type: str | None = None) -> torch.device:
         )
     if local_rank() >= count:
         raise ValueError(
-            f"LOCAL_RANK is {local_rank()} but this host has {count} {name} device(s): "
+            f"LOCAL_RANK is {local_rank()} but this node has {count} {name} device(s): "
             f"start at most {count} processes per host (torchrun --nproc-per-node {count})."
         )
     return torch.device(device_type, local_rank())

@@ -39,9 +39,9 @@ class Device:
     # CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``.
     capability: tuple[int, int] = (8, 0)
     peak_flops: float = 0.0  # FLOP/s in 16 bits by the data sheet: what a share of (MFU) is of. 0: unknown.
-    # Bytes per second that a collective reaches between devices of one host, one direction of one device.
+    # Bytes per second that a collective reaches between devices of one node, one direction of one device.
     nvlink: float = 20e9
-    network: float = 10e9  # The same between hosts.
+    network: float = 10e9  # The same between nodes.
     gpus_per_host: int = 8
     hop_seconds: float = 1e-5  # Latency of one step of a collective.
     launch_seconds: float = 0.0  # The least that one kernel takes, with its launch.

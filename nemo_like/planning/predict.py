@@ -51,7 +51,7 @@ def predict(
     Args:
         model: a module on any device, ``meta`` included; or what ``nemo-like plan --model`` takes.
         job: what `Job.of` made of keywords; instead of them.
-        gpus: devices in all, as the keyword ``world_size``. ``"min"``: the fewest that fit, of whole hosts above one.
+        gpus: devices in all, as the keyword ``world_size``. ``"min"``: the fewest that fit, of whole nodes above one.
         seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.

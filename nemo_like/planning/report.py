@@ -600,6 +600,6 @@ def gpu_unit(tp: int, cp: int, ep: int, pp: int, dp_replicate: int) -> int:
 
 
 def gpu_counts(job: Job, per_host: int) -> list[int]:
-    """Return the numbers of devices that a job could run on: what its axes allow, and whole hosts above one."""
+    """Return the numbers of devices that a job could run on: what its axes allow, and whole nodes above one."""
     unit = gpu_unit(job.tp.size, job.cp.size, job.ep.size, job.pp.size, job.dp_replicate)
     return [count for count in range(unit, MOST_GPUS + 1, unit) if count <= per_host or count % per_host == 0]

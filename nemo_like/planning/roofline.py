@@ -153,7 +153,7 @@ class RankGroup:
     """Ranks that exchange data."""
 
     ranks: int
-    per_host: int  # Ranks of the group on one host.
+    per_host: int  # Ranks of the group on one node.
 
     @property
     def hosts(self) -> int:
@@ -177,7 +177,7 @@ def gather_seconds(size: int, group: RankGroup, device: Device) -> float:
     if group.hosts == 1:
         return share / device.nvlink + device.hop_seconds * (group.ranks - 1)
     between = min(device.nvlink, device.network * group.per_host)
-    # Rings over thousands of ranks are trees between hosts in practice: latency grows with the logarithm there.
+    # Rings over thousands of ranks are trees between nodes in practice: latency grows with the logarithm there.
     hops = group.per_host - 1 + 2 * max(1, (group.hosts - 1).bit_length())
     return share / between + device.hop_seconds * hops
 

@@ -139,7 +139,7 @@ class PretrainOptions(SharedOptions):
     eval_samples: int = option(64, "held-out samples per evaluation; 0 evaluates nothing", least=0)
     log_every: int = option(10, "steps between reports of the loss", least=1)
     json: str | None = option(None, "write a summary of the run to this file")
-    checkpoint_dir: str | None = option(None, "folder for checkpoints, on storage that all hosts share")
+    checkpoint_dir: str | None = option(None, "folder for checkpoints, on storage that all nodes share")
     save_every: int = option(
         100,
         "steps between checkpoints (with --checkpoint-dir); the last step has one too",

@@ -50,7 +50,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in `folder`, on storage that all hosts share. All but `steps`, `path` are collectives.
+    """The checkpoints of one run in `folder`, on storage that all nodes share. All but `steps`, `path` are collectives.
 
     keep: complete checkpoints to keep (>= 1). background: a thread writes, during training, a copy in CPU memory.
     """

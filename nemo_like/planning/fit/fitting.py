@@ -69,7 +69,7 @@ def fit(
             is decided already: ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
             ``full``, ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``
             (``[None]``: FSDP2's default), ``cpu_offload``. Each is one value, or a list of allowed ones, also for
-            ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one host.
+            ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one node.
 
     Of a job's fields, these are searched where they are not pinned: ``ac``, ``loss``, ``offload``, ``dp_replicate``, ``pp``;
     these in part, and the rest as given: ``tp``, ``cp``, ``ep`` (size, method, what is cut along the sequence),

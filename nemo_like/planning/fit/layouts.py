@@ -146,7 +146,7 @@ class Room:
     beside_experts: tuple[int, ...] = (1,)  # Sizes of ``tp`` that it can have where its experts are split.
     sequence_parallel: bool = False  # Its tensor-parallel plan can cut sequences.
     heads: int = 0  # Heads of keys and values that ``ulysses`` divides over ``cp x tp`` ranks; 0: not known.
-    stages: bool = True  # Stages are searched whatever ``tp`` is: there are several hosts.
+    stages: bool = True  # Stages are searched whatever ``tp`` is: there are several nodes.
     pins: Mapping[str, Collection[Any]] | None = None  # Allowed values by name of a field of `Layout`.
 
     def pinned(self, name: str) -> Collection[Any] | None:
@@ -162,7 +162,7 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
             if pp > 1 and room.pinned("pp") is None and not (room.stages or (tp > 1 and tp * pp == room.gpus)):
-                continue  # on one host, stages are for what tp leaves of it
+                continue  # on one node, stages are for what tp leaves of it
             parts = [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
             for cp in _sizes(room, "cp", parts):
                 rest, left = divmod(room.gpus, pp * tp * cp)

@@ -224,7 +224,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
     """Return what keeps a configuration from being faster.
 
     ``memory: ...``: it recomputes for want of memory. ``network: ...``: waiting for collectives takes longer than any other
-    extra. "between hosts" is added where their ranks are on several hosts. ``pipeline: the bubble``; else ``compute``.
+    extra. "between nodes" is added where their ranks are on several nodes. ``pipeline: the bubble``; else ``compute``.
     """
     parts = candidate.seconds.parts
     sent = {name: parts[name] for name in _NETWORK if parts.get(name)}
@@ -239,7 +239,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
         return f"memory: {largest_group(candidate.peak.parts)}"
     if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
         longest = max(sent, key=lambda name: sent[name])
-        between = " between hosts" if _spans_hosts(longest, candidate.job, device) else ""
+        between = " between nodes" if _spans_hosts(longest, candidate.job, device) else ""
         return f"network: {_NETWORK[longest]}{between}"
     if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
         return "pipeline: the bubble"
@@ -249,7 +249,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
 
 
 def _spans_hosts(part: str, job: Job, device: Device) -> bool:
-    """Return whether the ranks of a collective are on several hosts."""
+    """Return whether the ranks of a collective are on several nodes."""
     links = Links.for_job(job, device)
     groups = {
         "tensor-parallel sums": (links.tensor,),

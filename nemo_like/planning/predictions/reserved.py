@@ -18,12 +18,12 @@ None of their numbers was measured by this package. Those of NCCL are from its l
   24 channels of 12 and 18 MiB, and 256 MiB besides: a ring's buffers, those of a tree's end, and a rest that is fitted.
 - https://github.com/NVIDIA/nccl/issues/1685: 8 H100; buffers are of 10 and 2 MiB, since a connection has 4 MiB (Simple),
   4.7 (LL128) and 0.5 (LL), rounded to 2 MiB. The first all-to-all over 32 channels and 7 peers takes 3.28 GB: 14 MiB each.
-- https://github.com/NVIDIA/nccl/issues/1450: between hosts, sends and receives share one buffer. Rings do not.
-- NCCL's ``nvls.cc`` and logs: 32 MiB per GPU of a host for sums within NVSwitch, on Hopper and later. An earlier NCCL took
+- https://github.com/NVIDIA/nccl/issues/1450: between nodes, sends and receives share one buffer. Rings do not.
+- NCCL's ``nvls.cc`` and logs: 32 MiB per GPU of a node for sums within NVSwitch, on Hopper and later. An earlier NCCL took
   288: https://github.com/vllm-project/vllm/issues/9699.
-- A log of p5.48xlarge in aws-samples/aws-do-eks (NCCL tests): 24 channels, 32 per peer on one host; on two, 16 and 2.
+- A log of p5.48xlarge in aws-samples/aws-do-eks (NCCL tests): 24 channels, 32 per peer on one node; on two, 16 and 2.
 
-Assumptions: 4 channels, 2 per peer, without NVLink; 20 MiB for a ring's channel from host to host; at most 8 GPUs count as
+Assumptions: 4 channels, 2 per peer, without NVLink; 20 MiB for a ring's channel from node to node; at most 8 GPUs count as
 near, in a rack, too; the default group is used like any other; RCCL takes what NCCL does.
 
 cuBLAS's workspaces are inside: torch takes them from its allocator (`workspaces_of`). No part of
@@ -50,7 +50,7 @@ from nemo_like.planning.roofline import RankGroup, group_of
 from nemo_like.planning.selection.layer import Choice
 
 CONTEXT, NCCL = "CUDA context", "NCCL"
-_NVLINK = 100e9  # Bytes per second above which GPUs of a host are taken to have NVLink.
+_NVLINK = 100e9  # Bytes per second above which GPUs of a node are taken to have NVLink.
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def communicator_bytes(group: RankGroup, peers: int, collects: bool, device: Dev
     """Return the bytes that NCCL takes on a rank for one communicator.
 
     Args:
-        peers: ranks that it sends to one by one; only those on its host have buffers of their own.
+        peers: ranks that it sends to one by one; only those on its node have buffers of their own.
         collects: it gathers, scatters or sums, over rings and trees.
     """
     fast, near = device.nvlink >= _NVLINK, min(group.per_host, 8)
