@@ -177,7 +177,7 @@ _LOGS: Mapping[str, tuple[str, str]] = {
     "nanotron": (rf"\belapsed_time_per_iteration_ms:\s*{_NUMBER}", "milliseconds"),
     "litgpt": (rf"\biter time:\s*{_NUMBER}\s*ms", "milliseconds"),
 }
-READ = f"1.83s, 950ms or 6120tok/s (of one GPU); log.jsonl of nemo-like; a log of {', '.join(_LOGS)}"
+READ = f"1.83s, 950ms or 6120tok/s (of one GPU); a log of {', '.join(_LOGS)}"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -185,8 +185,7 @@ class Speed(NamedTuple):
     """Speed of a step as it was measured."""
 
     value: float
-    # ``seconds``, ``milliseconds``, ``tokens`` (of one GPU in a second), or ``all tokens`` (of all GPUs).
-    unit: str
+    unit: str  # ``seconds``, ``milliseconds``, or ``tokens`` (of one GPU in a second).
 
     def seconds(self, tokens: int | None, query: PlanQuery) -> float:
         """Return the seconds of a step of `query`; `tokens`: of one micro-batch of one rank.
@@ -194,13 +193,12 @@ class Speed(NamedTuple):
         Raises:
             ValueError: it is given in tokens, and the model takes none.
         """
-        if "tokens" not in self.unit:
+        if self.unit != "tokens":
             return self.value / (1000 if self.unit == "milliseconds" else 1)
         if not tokens:
             raise ValueError("The log has tokens per second, and this model takes no text. Give seconds: 1.83s.")
         job = query.job
-        of_one = tokens * query.microbatches / (job.tp.size * job.cp.size * job.pp.size)
-        return of_one / self.value * (job.ranks if self.unit == "all tokens" else 1)
+        return tokens * query.microbatches / (job.tp.size * job.cp.size * job.pp.size) / self.value
 
 
 def read_speed(log: str) -> Speed:
@@ -221,8 +219,7 @@ def read_speed(log: str) -> Speed:
             f"{log} has train_runtime, which is the time of all steps with start-up and evaluation in it. Give the seconds "
             "of a step: 1.83s."
         )
-    patterns = [*_LOGS.values(), (rf'"tokens_per_second": {_NUMBER}', "all tokens")]
-    speeds = [([_number(line) for line in re.finditer(pattern, text)], unit) for pattern, unit in patterns]
+    speeds = [([_number(line) for line in re.finditer(pattern, text)], unit) for pattern, unit in _LOGS.values()]
     values, unit = max(speeds, key=lambda each: len(each[0]))
     if len(values) < 4:
         raise ValueError(

@@ -23,7 +23,6 @@ LOGS = {
         6120.0,
         "tokens",
     ),
-    "ours": ('{{"step": {n}, "tokens_per_second": {value}}}', "4800.0", 4800.0, "all tokens"),
     "KempnerForge": ("[step {n}] loss=2.31 lr=3.0e-04 tok/s=7,000 step_time={value}s", "1.25", 1.25, "seconds"),
     "nanotron": (
         "iteration: {n} / 9 | elapsed_time_per_iteration_ms: {value} | lr: 1",
