@@ -446,8 +446,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/formula.py",
-        "split.append(not reads if product else reads)",
-        "split.append(product or reads)",
+        "        part = shares[place]",
+        "        part = 1.0",
         "tests/planning/test_formula.py",
     ),
     Fault(
