@@ -7,8 +7,6 @@ To import torch takes seconds. So help, version and a misspelt word import none 
 its options are, it imports without torch, and all else inside of ``run``.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

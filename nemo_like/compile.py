@@ -1,7 +1,5 @@
 """Per-layer compilation: one small graph per repeated layer, compiled once and reused for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn

@@ -5,8 +5,6 @@ all else is real: `parallelize` with `fully_shard`, DTensor and the engine, torc
 counts.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

@@ -4,8 +4,6 @@ Commands and recipes take the flags that they support by name (`add_flags`), and
 front does not take is not among its options, so that nothing is dropped without a word.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

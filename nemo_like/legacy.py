@@ -1,7 +1,5 @@
 """The older words for the same thing: a checkpointer driven by a profile, and a transform by layer class names."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A model cut into the stages of a pipeline, each of which `parallelize` makes ready to train as a model of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

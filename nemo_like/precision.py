@@ -1,7 +1,5 @@
 """Mixed precision where FSDP2 is not there to cast: autocast."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

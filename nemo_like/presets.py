@@ -1,7 +1,5 @@
 """Names of models that need no file: the published shapes of model families. Loads without torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`resolve`: whatever the caller wrote, as a list of `CheckpointSpec`. Nothing here changes the model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ stay where they are used. What is absent raises an error that names it, where go
 adds a release looks here first.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

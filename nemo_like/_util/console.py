@@ -1,8 +1,6 @@
 """Functions that our programs share: messages, examples in their help, and options that are refused before long
 work."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

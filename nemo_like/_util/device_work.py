@@ -1,7 +1,5 @@
 """Waiting for a device, and the errors of its memory."""
 
-from __future__ import annotations
-
 import torch
 
 

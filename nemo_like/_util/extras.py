@@ -1,7 +1,5 @@
 """Optional packages: imported when first needed, and named with the extra that brings them when absent."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

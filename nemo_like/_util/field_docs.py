@@ -1,7 +1,5 @@
 """The documentation of a dataclass's fields: written once, behind each, for docstrings, flags and the reference."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The stub is what type checkers and editors read, and the only list of these names.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

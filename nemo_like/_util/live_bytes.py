@@ -1,7 +1,5 @@
 """Count live bytes: the storages that operators make, on any device, with a log; or what CUDA's allocator has given out."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """One logger, and the rule that a fallback is announced once and on rank zero only."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Memory of this rank: of its device's allocator, or of the process."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

@@ -4,8 +4,6 @@ A wrapper (checkpointing, `torch.compile`, data parallel) adds one segment to ev
 of the model they built, so the walks here look through wrappers and leave their segments out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

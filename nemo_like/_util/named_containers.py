@@ -1,7 +1,5 @@
 """Lists, dicts and sets that the code of modules names: attributes of their classes, and global variables."""
 
-from __future__ import annotations
-
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque

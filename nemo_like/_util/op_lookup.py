@@ -4,8 +4,6 @@ Used by configs (`CheckpointConfig.ops_to_save`), by policies and plans, and by 
 remembered, because a package imported later brings new operators.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from difflib import get_close_matches

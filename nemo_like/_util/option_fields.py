@@ -1,7 +1,5 @@
 """Options of a job, each written once: a dataclass's field is a flag, a key of a YAML file, checks and help."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

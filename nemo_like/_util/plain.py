@@ -1,7 +1,5 @@
 """Plain values, and the contents of other objects."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import numbers

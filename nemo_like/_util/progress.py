@@ -1,7 +1,5 @@
 """The progress of a long command, in lines on standard error."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A folder that is complete, or as it was before."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

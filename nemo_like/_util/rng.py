@@ -1,7 +1,5 @@
 """Generators of random numbers: torch's of the CPU and of the accelerator in use, and those that models draw from."""
 
-from __future__ import annotations
-
 import random
 import sys
 from functools import cache

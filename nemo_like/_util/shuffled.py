@@ -1,7 +1,5 @@
 """A random order that is a function of a seed and a place, and stored nowhere."""
 
-from __future__ import annotations
-
 
 def mix(*numbers: int) -> int:
     """64 well-mixed bits of the numbers: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014), once per number."""

@@ -10,8 +10,6 @@ A tensor of real numbers is read three times, by reductions that make no copy in
 and for 16 bits into float32.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The tensors inside whatever a module or an operator is called with or returns."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping

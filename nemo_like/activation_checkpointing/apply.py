@@ -3,8 +3,6 @@
 Everything is checked before the first wrapper is made: an error leaves the model untouched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Protocol, runtime_checkable

@@ -10,8 +10,6 @@ hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in o
   and the cache is not needed. `tests/activation_checkpointing/test_kv_sharing.py` proves it for both models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpointing of modules that the caller holds, by mode: thin surfaces over `apply_specs`."""
 
-from __future__ import annotations
-
 from collections.abc import MutableSequence, Sequence
 
 from torch import nn

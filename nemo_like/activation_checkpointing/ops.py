@@ -5,8 +5,6 @@ facts there. Everything else reads `facts(op)`. Rows of operators that only some
 harm where they are absent.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence

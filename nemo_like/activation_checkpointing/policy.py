@@ -7,12 +7,14 @@ recomputation makes no new decisions: the engine repeats those that forward took
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from nemo_like._util.log import say_once
 from nemo_like._util.op_lookup import Op, resolve_op, resolve_ops
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.options import normalise
@@ -84,13 +86,17 @@ class FullPolicy:
         return lambda op, index: RECOMPUTE
 
 
+_logs_decisions = os.environ.get("NEMO_LIKE_LOG_SAVE_OPS", "0") not in ("", "0")
+
+
 @dataclass(frozen=True, eq=False)
 class SelectivePolicy:
     """Keep the outputs of expensive operators; of the plain matmuls, recompute every `every_nth_matmul`-th.
 
     The parity rule of this field (torchtitan, NeMo Automodel) is ``SelectivePolicy(every_nth_matmul=2)``, which is
     the default. Whatever a policy decides, the engine drops an output that no recomputation can reach (the last matmul of a
-    block, as a rule). Override `get_save_ops` to change the set.
+    block, as a rule). Override `get_save_ops` to change the set. With ``NEMO_LIKE_LOG_SAVE_OPS=1`` in the environment, each
+    operator's decision is logged once: SAVE, RECOMPUTE or ALTERNATE.
 
     Raises:
         ValueError: `every_nth_matmul` is below 1; an unknown operator name.
@@ -175,7 +181,12 @@ class SelectivePolicy:
             matmuls += 1
             return RECOMPUTE if matmuls % every == 0 else SAVE
 
-        return decide
+        def decide_and_log(op: Op, index: int) -> Decision:
+            word = {None: "RECOMPUTE", False: "SAVE", True: "ALTERNATE"}[kinds.get(op)]
+            say_once(f"selective checkpointing: {op}: {word}", key=f"save-ops:{op}")
+            return decide(op, index)
+
+        return decide_and_log if _logs_decisions else decide
 
 
 def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:

@@ -3,8 +3,6 @@
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -5,8 +5,6 @@ the T / c chunk borders and the steps of one chunk: least for c near sqrt(T), wh
 forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, section 4.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

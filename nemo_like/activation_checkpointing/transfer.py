@@ -1,7 +1,5 @@
 """The way of a saved tensor to CPU memory and back: a protocol, and the simplest back end that fulfils it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Measurements of one training step (forward and backward): bytes, FLOPs, time, gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

@@ -4,8 +4,6 @@ On a CPU both sides of offloading are main memory. The copying back end copies a
 GPU. The device's share is what PyTorch allocates besides the slabs. Step times show what the copies cost, not what overlaps.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

@@ -1,7 +1,5 @@
 """`nemo-like bench`: what each mode costs and saves, for your model on this machine; also under torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

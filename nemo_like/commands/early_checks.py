@@ -1,7 +1,5 @@
 """Values that can be refused before torch is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`nemo-like finetune`: the job `nemo_like.recipes.finetune`, also under ``torchrun -m nemo_like finetune``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

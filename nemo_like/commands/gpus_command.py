@@ -1,7 +1,5 @@
 """`nemo-like gpus`: the GPUs that ``--gpu`` knows by name."""
 
-from __future__ import annotations
-
 import argparse
 
 from nemo_like.planning.device_table import device_table, known_devices

@@ -1,7 +1,5 @@
 """`nemo-like models`: the models that ``--model`` knows by name."""
 
-from __future__ import annotations
-
 import argparse
 
 from nemo_like.presets import PRESETS

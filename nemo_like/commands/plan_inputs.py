@@ -1,7 +1,5 @@
 """Inputs that the commands give to the model: their options, what the model's config states, or its own sample input."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

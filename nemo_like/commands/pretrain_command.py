@@ -1,7 +1,5 @@
 """`nemo-like pretrain`: the job `nemo_like.recipes.pretrain`, also under ``torchrun -m nemo_like pretrain``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -1,7 +1,5 @@
 """`nemo-like profile`: the measured bytes and times of each layer of a model, from real runs of it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -7,8 +7,6 @@ own hang as well, or train on a mixture. So ranks compare first: one number per 
 themselves only where the numbers differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """The model as the first rank of ``tp`` and ``ep`` has it, to be run on tensors without values; and splits tried so."""
 
-from __future__ import annotations
-
 import functools
 import traceback
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Gradient clipping that gives the same norm for a sharded model as for the whole one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

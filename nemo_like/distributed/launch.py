@@ -12,8 +12,6 @@ under DDP or FSDP2 does. So `shutdown` comes last on every rank, and waits until
 ranks abort, with it none; and 60 of 60 two-rank torchrun jobs with FSDP2 and DDP ended with exit code 0.
 """
 
-from __future__ import annotations
-
 import atexit
 import glob
 import os

@@ -11,8 +11,6 @@ ranks compute with a mixture of weights. So each rank follows what all ranks are
    A rank for which nothing has changed puts none. Its second thread sees the question, and answers with the layer that ran.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import threading

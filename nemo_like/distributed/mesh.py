@@ -13,8 +13,6 @@ Axes, from the slowest network to the fastest, so that neighbours on the innermo
 ``dp_shard`` is always there, the others where they are larger than one rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

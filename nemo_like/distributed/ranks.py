@@ -1,7 +1,5 @@
 """Agreement between the ranks of one job: who failed, and the sum of what each computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

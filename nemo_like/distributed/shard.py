@@ -1,7 +1,5 @@
 """FSDP2 over a model's layers: what is gathered together, when it is freed again, what is fetched ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

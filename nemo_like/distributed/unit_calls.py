@@ -5,8 +5,6 @@ it is called with. What a bare module may do with these is lost then, without an
 it, exchange it, fill a list. Here it is made right where it can be, and else refused by name before a number is used.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ A *unit* is what one call of ``fully_shard`` makes: parameters that are gathered
 reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

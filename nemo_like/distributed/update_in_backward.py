@@ -1,7 +1,5 @@
 """The optimizer's step of each parameter in backward, as soon as its gradient is there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The numbers of a "CUDA out of memory" message, the causes that they show, and the tensor that was too large."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

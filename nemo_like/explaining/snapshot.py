@@ -69,7 +69,9 @@ def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any) -> dict[str, Any]:
-    """Return `value` where it has the form of a snapshot."""
+    """Return `value` where it has the form of a snapshot, whatever torch wrote it."""
+    if isinstance(value, list):  # torch 2.0: segments alone
+        value = {"segments": value}
     if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
         has = f"a dict of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, dict) else type(value).__name__
         raise SnapshotError(f"it has {has}, and a snapshot has segments")
@@ -229,10 +231,18 @@ def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:
                     at,
                     block["size"],
                     segment.get("stream", 0),
-                    block.get("frames") or (),
+                    _frames_of(block),
                     requested=block.get("requested_size", block["size"]),
                 )
             address = at + block["size"]
+
+
+def _frames_of(block: Mapping[str, Any]) -> Frames:
+    """Return the stack of a block; torch 2.0 has it in a ``history``."""
+    history = block.get("history") or [{}]
+    holder = block if "frames" in block or not isinstance(history, list) else history[0]
+    frames = holder.get("frames") if isinstance(holder, dict) else None
+    return frames if isinstance(frames, list | tuple) else ()
 
 
 def _overlaps(segments: list[dict[str, Any]]) -> list[str]:

@@ -3,8 +3,6 @@
 Only names and lines are read. A source file that is at hand is parsed for the class around a line, never imported.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -5,8 +5,6 @@ of float16; and autocast there keeps other operators in float32. `CudaOps` answe
 whose shapes and gradients PyTorch knows without a GPU. Everything else is the same on both.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

@@ -1,7 +1,5 @@
 """Ranks that are not there, for runs on tensors without values: a mesh that splits weights, on which nothing is sent."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Why a model cannot be planned, in words: errors of a forward or a backward that ran without values."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -5,8 +5,6 @@
 CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (which aborts where there is no GPU).
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 `accelerate launch` hands its config file on in the environment; an `Accelerator` reads it there. Trainers make one.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any

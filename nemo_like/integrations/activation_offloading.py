@@ -7,8 +7,6 @@
 A thin layer over `nemo_like.offload`. Works with `transformers.Trainer` and TRL's trainers, full fine-tuning and PEFT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

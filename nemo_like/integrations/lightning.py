@@ -9,8 +9,6 @@
 Lightning itself is not imported here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@
 torchtitan then compiles and shards around it as around its own. torchtitan is imported when the policy is made.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of a Trainer's job: the largest batch before the first step, and what lowers the peak where memory runs out."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

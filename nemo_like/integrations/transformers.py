@@ -10,8 +10,6 @@
 or, without a class of your own, ``Trainer(model, args, callbacks=[CheckpointingCallback("selective", loss="chunked")])``.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Find a model's repeated layers: named by the caller, declared by the model, or found by structure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """To which modality a layer belongs: language, vision, audio or other."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Nothing here looks for the classes of any library; the words looked for are the field's own (norm, attention, mixer).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

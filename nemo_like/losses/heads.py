@@ -1,7 +1,5 @@
 """The head of one call: from a chunk of hidden states to its logits, and from their gradient back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

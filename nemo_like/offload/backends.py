@@ -3,8 +3,6 @@
 They decide nothing: every order between two accesses to memory is made by `nemo_like.offload.mover`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

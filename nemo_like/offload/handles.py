@@ -3,8 +3,6 @@
 So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it saved.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Back: the buffer comes from the current stream's pool; the copy stream waits unt
 copy to the host are done; whoever reads waits for the copy back. Host blocks return to the pool behind the same events.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

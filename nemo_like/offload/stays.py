@@ -5,8 +5,6 @@ a whole model would go to the host. They are known by what they are (a `Paramete
 that autocast made of one), and by their storage where the model is known.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field

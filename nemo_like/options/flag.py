@@ -1,7 +1,5 @@
 """The command-line flag of an option: written once, as metadata of the option's field."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

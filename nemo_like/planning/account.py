@@ -1,7 +1,5 @@
 """Sources of each GiB and each millisecond of a step: rows that add up to its peak, and to its seconds."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

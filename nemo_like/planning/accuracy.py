@@ -1,7 +1,5 @@
 """Errors of predictions against published measurements."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 

@@ -1,7 +1,5 @@
 """Changes that would help a job that does not fit: one list, each predicted by the caller, reported in one form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ CPU memory, and what ranks send each other where several run. Attention is causa
 counts them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The table of devices that plans are made for, by name. Loads without torch."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib import resources

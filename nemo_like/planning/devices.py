@@ -1,7 +1,5 @@
 """The devices that plans are made for: memory and speeds, each figure with its source in ``devices.json``."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

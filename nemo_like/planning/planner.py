@@ -1,7 +1,5 @@
 """`plan_for`: from a model, a budget and a sample input to a plan; and the choices of a job that is already decided."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The answer of a plan: whether it fits, with which checkpointing, how fast, and what a change of the job would do."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Seconds of kernels, optimizers, copies and collectives by the rates of a device."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

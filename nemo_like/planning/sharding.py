@@ -8,8 +8,6 @@ The bytes follow PyTorch's ``fully_shard`` (torch 2.13):
 - Its gradients are copied into one flat buffer and reduced; one such buffer stays alive until the next unit's.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget requires."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 The learning rate, the data order and the random numbers are functions of the step, and so not in there.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@
 Data sets, chat templates, packing, steps, checkpoints and logs are TRL's and the Trainer's (docs/how-to/fine-tune.md).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Reports of a run: lines with loss, speed and memory, the losses, and a summary's figures."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The training loop of pretraining: what makes the model ready, steps, reports, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The loss of predicting the next token: of a batch, on held-out windows, and as a plan counts it."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any

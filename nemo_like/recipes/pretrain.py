@@ -7,8 +7,6 @@ together, and weights and data order depend on the seed alone. A run resumed on 
 uninterrupted one bitwise where the device's kernels are deterministic, as they are on a CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

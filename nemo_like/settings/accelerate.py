@@ -1,7 +1,5 @@
 """The table of the YAML that ``accelerate config`` writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

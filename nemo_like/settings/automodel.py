@@ -1,7 +1,5 @@
 """The table of NeMo Automodel's YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

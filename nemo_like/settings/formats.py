@@ -1,7 +1,5 @@
 """The parts of a format's table: kinds of values, and how a file's keys become values of our flags and back."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The table of the JSON of ``transformers.TrainingArguments`` and of TRL's classes, with our `CheckpointingArguments`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

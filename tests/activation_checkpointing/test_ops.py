@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util import log
 from nemo_like._util.op_lookup import find_op, resolve_op
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
@@ -19,6 +21,7 @@ from nemo_like.layers import find_layers
 from nemo_like.options import CheckpointConfig
 from nemo_like.resolve import config_specs
 from tests.models.decoders import PlainDecoder
+from tests.said import said
 
 aten = torch.ops.aten
 
@@ -412,3 +415,19 @@ def test_the_dense_flash_kernel_is_not_read_as_heads_first():
     other = heads_first()
     expected = table.flops(aten._scaled_dot_product_flash_attention.default, (other, other, other), {}, None)
     assert table.flops(aten._flash_attention_forward.default, args, {}, None) == expected == 4 * B * H * S * S * D
+
+
+def test_decisions_are_logged_once_per_operator(caplog, monkeypatch):
+    log.forget_announcements()
+    monkeypatch.setattr(policies, "_logs_decisions", True)
+    decide = policies.SelectivePolicy().start()
+    with caplog.at_level(logging.INFO, logger="nemo_like"):
+        for index in range(3):
+            for op in (aten.mm.default, aten.topk.default, aten.add.Tensor):
+                decide(op, index)
+    log.forget_announcements()
+    assert [record.getMessage().rsplit(": ", 2)[1:] for record in said(caplog, logging.INFO)] == [
+        ["aten.mm.default", "ALTERNATE"],
+        ["aten.topk.default", "SAVE"],
+        ["aten.add.Tensor", "RECOMPUTE"],
+    ]

@@ -84,6 +84,17 @@ def test_a_gzipped_file_and_a_dict_say_the_same(tmp_path: Path) -> None:
     assert explain(tmp_path / "s.gz").to_dict() == explain(snapshot).to_dict()
 
 
+def test_the_first_form_has_segments_alone(tmp_path: Path) -> None:
+    """Torch 2.0."""
+    frames = [{"name": "forward", "filename": "model.py", "line": 3}]
+    block = {"size": 512, "state": "active_allocated", "history": [{"addr": 8, "real_size": 500, "frames": frames}]}
+    free = {"size": 512, "state": "inactive"}
+    (tmp_path / "s").write_bytes(pickle.dumps([{"address": 8, "total_size": 1024, "blocks": [block, free]}]))
+    made = explain(tmp_path / "s")
+    assert (made.peak_bytes, made.reserved_bytes, dict(made.parts)) == (512, 1024, {"activations": 512})
+    assert any("No allocation was recorded" in line for line in made.notes)
+
+
 def test_a_trace_without_its_beginning_says_so() -> None:
     made = Recording()
     made.free(made.make(1 << 20, "forward"))

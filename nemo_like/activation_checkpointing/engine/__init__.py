@@ -16,8 +16,6 @@ Higher-order use, as tested in `tests/activation_checkpointing/test_engine_highe
 - Under `torch.no_grad` the function simply runs. `torch.func` transforms are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ to: they are filled again with what they had. Tensors and other objects, as arra
 changed in place raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -6,8 +6,6 @@ deterministic algorithms, float32 precision. Other packages add theirs with `reg
 comparison and no more.
 """
 
-from __future__ import annotations
-
 import contextvars
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The errors of the eager engine. All of them name the region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter

@@ -7,8 +7,6 @@ was written last: verification compares the numbers. Hooks of torch and of this 
 hooks inside a module that is compiled by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

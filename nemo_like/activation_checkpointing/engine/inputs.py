@@ -1,7 +1,5 @@
 """A region's arguments: the tensors among them are saved by autograd, containers as they were."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ sources are looked at in the first forward of a module or function, and in later
 `torch.Generator` that an operator is given, and the generators of Python and NumPy that their functions share.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import weakref

@@ -14,8 +14,6 @@ captured, and where ``preserve_rng_state=False`` requires other random numbers i
 ``1``.
 """
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import math

@@ -4,8 +4,6 @@
 one pair on the model (labels and loss), one on its stack of layers (inputs), and the attention over the whole sequence.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ recomputation in backward sees it again, because the engine puts back what forwa
 Masks come first: of a part's queries (rows) over the keys of the whole sequence (columns).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -10,8 +10,6 @@ Which blocks come when, and from which rank, is up to the method (`ContextMethod
 sends with define what plans count for them (`sequence_ops`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@
 Each waits until the result is there. `group` is the name of a process group; nothing is sent on fake tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -1,8 +1,6 @@
 """The module of a model whose input is cut, the innermost that takes token ids or embeddings and holds the layers; and all
 that is refused before a model is changed."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

@@ -8,8 +8,6 @@ at a vocabulary of 128k. The whole length is not run: at 128k tokens that is 67 
 whole numbers in every call (`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the whole first batch, ``0`` nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -9,8 +9,6 @@ With labels of another shape (a class per row, where an answer starts), or ``los
 gets whole sequences on every rank. Any other loss is summed as `ContextParallel.loss_mean` describes it, or refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ of their own, so that each can be saved, repeated, counted and priced. Ranks of 
 send their part of these (`TensorRanks`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast

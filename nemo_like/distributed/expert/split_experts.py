@@ -1,8 +1,6 @@
 """Experts found, checked, split and sharded: each rank keeps some of a layer's experts, and its forward sends tokens to the
 others and takes theirs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

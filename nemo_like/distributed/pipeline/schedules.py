@@ -1,7 +1,5 @@
 """The schedules of `torch.distributed.pipelining`: which rank holds which stages, and torch's own object."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

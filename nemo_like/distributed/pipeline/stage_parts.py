@@ -6,8 +6,6 @@ belongs to the first stage if an operator before the first layer reads it, to th
 A cut between two layers is right only if nothing but the hidden states crosses it, which is looked at, too.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

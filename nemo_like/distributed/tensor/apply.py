@@ -1,7 +1,5 @@
 """Tensor parallelism: each rank of the ``tp`` axis holds a part of every large weight and all of the data."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

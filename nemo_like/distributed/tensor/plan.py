@@ -1,8 +1,6 @@
 """Match the modules of a model with tensor-parallel styles, and check that its sizes and adapters allow them. Changes
 nothing."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -8,8 +8,6 @@ What is cut (attention weights of a rank's own heads, its part of a sequence) is
 as often as it should be, at the same places as on the other ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

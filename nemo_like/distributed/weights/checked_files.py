@@ -1,7 +1,5 @@
 """Read what a checkpoint's folder states of itself, without running code that a stranger put there."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterable

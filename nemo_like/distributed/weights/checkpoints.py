@@ -6,8 +6,6 @@ synced to disk and renamed: a folder of the first name is complete, or was damag
 it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

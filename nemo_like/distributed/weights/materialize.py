@@ -1,7 +1,5 @@
 """Give a meta-device model its values after sharding, each rank only its shard."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

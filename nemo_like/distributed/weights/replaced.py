@@ -4,8 +4,6 @@ Those that sharding took out of a model, in an optimizer that was built before, 
 optimizer's group; and those that were frozen when the model was made ready, and whose gradients no rank reduces.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

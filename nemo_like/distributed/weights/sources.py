@@ -4,8 +4,6 @@ A source tells the shapes it has, and fills tensors by name. Of what is stored, 
 a state dict of DTensors, it keeps one whole tensor at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

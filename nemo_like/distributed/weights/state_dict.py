@@ -5,8 +5,6 @@ What one mode writes, every other mode and the original model read: no name has 
 state is what each rank holds, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The places where a model's tensors are registered, under the names of the original model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product

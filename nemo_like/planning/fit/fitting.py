@@ -1,7 +1,5 @@
 """`fit`: from a model and a number of GPUs to a report of the best configurations."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

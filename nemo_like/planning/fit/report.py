@@ -1,7 +1,5 @@
 """The answer of a search: the fastest configurations, what a step of each takes, what binds it, and what would help."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

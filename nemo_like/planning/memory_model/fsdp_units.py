@@ -7,8 +7,6 @@ of a reduce-scatter is made on the computing stream. Its output, which the gradi
 the reduce-scatter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

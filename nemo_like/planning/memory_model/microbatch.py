@@ -3,8 +3,6 @@
 Copies of activations to CPU memory and back (``offload=``) are written as `nemo_like.offload` makes them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

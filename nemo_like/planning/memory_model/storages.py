@@ -5,8 +5,6 @@ recorded log of a layer is one entry for `Bytes`, which knows what it adds and i
 it is all of its entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

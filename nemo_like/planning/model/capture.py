@@ -4,8 +4,6 @@ Later layers of a kind are not run: they pass on tensors of the shape that the f
 is planned as quickly as one of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The number of places that a picture or a sound takes in the text is read from a run of its encoder on fake tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -4,8 +4,6 @@ The model runs forward and backward on fake tensors. Every layer is replaced by 
 right shape and saves nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The fastest choices within a budget, or within the memory; and where none fit, the least, and what would lower it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 

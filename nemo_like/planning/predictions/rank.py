@@ -13,8 +13,6 @@ and reduces them behind its last backward. Schedules with several stages on a ra
 once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 from nemo_like.activation_checkpointing.plan import Part

@@ -30,8 +30,6 @@ cuBLAS's workspaces are inside: torch takes them from its allocator (`workspaces
 this package captures a CUDA graph, so graphs' pools are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ There are three problems, smallest first:
 All results are deterministic: ties go to fewer bytes, then to the smaller bit mask.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ results are taken to exist only where a matmul, attention, a collective, the oth
 written into a tensor of their size that they read last.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ back within one op is counted where it is known to be large. Workspaces of convo
 their algorithms by the device.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Logs of what a block, or the model outside its blocks, allocated and freed while it ran on fake tensors."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
