@@ -19,9 +19,9 @@ import torch
 from nemo_like._util.console import as_flag, flag, start_logging
 from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.extras import require
+from nemo_like._util.json_file import replace_folder
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.option_fields import parse_options
-from nemo_like._util.replaced_folder import replace_folder
 from nemo_like.distributed import launch
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch

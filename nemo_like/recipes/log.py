@@ -10,8 +10,8 @@ from importlib import metadata
 import torch
 
 from nemo_like import __version__
+from nemo_like._util.live_bytes import memory_peak, memory_used
 from nemo_like._util.log import is_rank_zero
-from nemo_like._util.memory_used import memory_peak, memory_used
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
 from nemo_like.distributed.ranks import Ranks

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.interrupt import Interrupt
+from nemo_like._util.live_bytes import memory_kind
 from nemo_like._util.log import say_once
-from nemo_like._util.memory_used import memory_kind
 from nemo_like._util.rng import seed_all
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh

@@ -22,10 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like._util.console import start_logging
 from nemo_like._util.extras import MissingExtraError, require
-from nemo_like._util.json_file import write_json
-from nemo_like._util.memory_used import memory_peak
+from nemo_like._util.json_file import replace_folder, write_json
+from nemo_like._util.live_bytes import memory_peak
 from nemo_like._util.option_fields import parse_options
-from nemo_like._util.replaced_folder import replace_folder
 from nemo_like._util.rng import seed_all
 from nemo_like.distributed import get_model_state, launch
 from nemo_like.distributed.ranks import OtherRankError, Ranks

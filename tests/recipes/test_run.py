@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from nemo_like._util.interrupt import Interrupt
+from nemo_like._util.live_bytes import memory_peak, memory_used
 from nemo_like._util.log import forget_announcements
-from nemo_like._util.memory_used import memory_peak, memory_used
 from nemo_like._util.option_fields import parse_options
 from nemo_like.distributed.launch import let_segments_grow
 from nemo_like.distributed.ranks import Ranks

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nemo_like._util.replaced_folder import replace_folder
+from nemo_like._util.json_file import replace_folder
 from nemo_like.distributed.ranks import OtherRankError, Ranks
 from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore
 from nemo_like.recipes.pretrain import main
