@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -298,18 +297,8 @@ def shape_only(
     return Tensor._make_wrapper_subclass(cls, shape, stride, dtype=dtype, device=device)
 
 
-FAKE_LOGGER = "torch._subclasses.fake_tensor"  # The logger of the fake mode.
-
-
-@contextlib.contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
-    """Within it, an operator that fails on fake tensors raises, and torch does not print the traceback besides."""
-    log = logging.getLogger(FAKE_LOGGER)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+# The logger of the fake mode, which prints a traceback where an operator that fails on fake tensors raises.
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
 
 
 def fake_tensor_types() -> tuple[type[Any], type[Any]]:

@@ -43,3 +43,15 @@ def unsaid() -> Iterator[None]:
 def forget_announcements() -> None:
     """Let every message be logged again (tests use this to look at each one)."""
     _announced.clear()
+
+
+@contextmanager
+def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
+    """Drop the messages of the logger `name` below `level`: what it reports is handled, or would drown a report."""
+    other = logging.getLogger(name)
+    before = other.level
+    other.setLevel(level)
+    try:
+        yield
+    finally:
+        other.setLevel(before)

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from nemo_like._util.console import refuse_unread
+from nemo_like._util.log import quiet
 from nemo_like._util.tensors import describe, map_tensors, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
-from nemo_like.planning.model.inputs import Media, ModelInput, model_input, quiet_fakes
+from nemo_like.planning.model.inputs import Media, ModelInput, model_input
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import Step
+from nemo_like.torch_compat import FAKE_LOGGER
 
 _TEXT_ONLY = Media(images=0, audio_seconds=0.0)
 
@@ -38,7 +40,7 @@ def query_with_inputs(
     if not beside or "input_ids" not in inputs.tensors:
         return make(sample), inputs
     try:
-        with quiet_fakes():
+        with quiet(FAKE_LOGGER):
             return make(sample), inputs
     except ValueError as error:
         if _asked(args):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nemo_like._util.log import quiet
 from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import split_sample
 from nemo_like.distributed.context import cut_for_planning
@@ -25,7 +26,7 @@ from nemo_like.fake.run import FakeRun, cache_off, call_flags
 from nemo_like.job import Job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.options import ContextParallel, ExpertParallel, TensorParallel
-from nemo_like.torch_compat import quiet_fake_tensors, under_loss_parallel
+from nemo_like.torch_compat import FAKE_LOGGER, under_loss_parallel
 
 
 def first_rank(
@@ -155,7 +156,7 @@ def _runs_whole(model: nn.Module, sample: tuple[tuple, dict[str, Any]]) -> bool:
 
 def _failure(model: nn.Module, sample: tuple[tuple, dict[str, Any]]) -> Exception | None:
     """Return what the forward of `model` raises; None: it runs."""
-    with cache_off(model), FakeRun(model=model) as run, quiet_fake_tensors():
+    with cache_off(model), FakeRun(model=model) as run, quiet(FAKE_LOGGER):
         state = run.state(model)
         args, kwargs = run.sample(sample)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
 from nemo_like.options.flag import flagged
-from nemo_like.options.pipelining import parse_loss_mean
+from nemo_like.options.pipelining import Axis, parse_loss_mean
 
 if TYPE_CHECKING:  # imported where a dtype or a policy is read
     import torch
@@ -189,7 +189,7 @@ def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Axis):
     """Split each large weight over `size` ranks. ``tp=2`` means the defaults.
 
     >>> TensorParallel.of(2)
@@ -229,17 +229,12 @@ class TensorParallel:
         """Ranks each of which has a part of a sequence between attention and MLP."""
         return self.size if self.sequence_parallel else 1
 
-    @classmethod
-    def of(cls, tp: int | TensorParallel) -> TensorParallel:
-        """Return what ``tp=`` means: a number of ranks, or the object."""
-        return tp if isinstance(tp, TensorParallel) else cls(tp)
-
 
 CONTEXT_METHODS: tuple[str, ...] = ("all_gather", "ulysses", "ring")
 
 
 @dataclass(frozen=True)
-class ContextParallel:
+class ContextParallel(Axis):
     """Split each sequence over `size` ranks. ``cp=2`` means the defaults.
 
     >>> ContextParallel.of(2)
@@ -277,14 +272,9 @@ class ContextParallel:
             self, "loss_mean", parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
         )
 
-    @classmethod
-    def of(cls, cp: int | ContextParallel) -> ContextParallel:
-        """Return what ``cp=`` means: a number of ranks, or the object."""
-        return cp if isinstance(cp, ContextParallel) else cls(cp)
-
 
 @dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(Axis):
     """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.
 
     >>> ExpertParallel.of(4)
@@ -315,11 +305,6 @@ class ExpertParallel:
                 raise ValueError(
                     f"ExpertParallel.plan has {call!r} for {pattern!r}; it must be one of {', '.join(EXPERT_CALLS)}."
                 )
-
-    @classmethod
-    def of(cls, ep: int | ExpertParallel) -> ExpertParallel:
-        """Return what ``ep=`` means: a number of ranks, or the object."""
-        return ep if isinstance(ep, ExpertParallel) else cls(ep)
 
 
 def check_imbalance(name: str, imbalance: Any, ranks: int | None = None) -> None:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from nemo_like._util.words import check_whole, did_you_mean, normalise
 from nemo_like.options.flag import flagged
 
 # The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`.
+
+
+class Axis:
+    """Options of an axis of ranks, for which their number is short."""
+
+    @classmethod
+    def of(cls, ranks: int | Self) -> Self:
+        """Return the options for a number of `ranks`, or the object itself."""
+        return ranks if isinstance(ranks, cls) else cls(size=ranks)  # type: ignore[call-arg]
+
+
 LOSS_MEANS = ("tokens", "rows", "sum")
 LossMean = str | Callable[[dict[str, Any]], Any] | None  # The type of both.
 
@@ -159,7 +170,7 @@ def read_balance(value: Any) -> str | tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class PipelineParallel:
+class PipelineParallel(Axis):
     """Deal a model's layers out to `size` ranks. ``pp=2`` means the defaults.
 
     >>> PipelineParallel(4, schedule="interleaved-1f1b", microbatches=8).stages
@@ -260,8 +271,3 @@ class PipelineParallel:
     def stages(self) -> int:
         """Stages of one pipeline."""
         return self.size * (self.stages_per_rank or 1)
-
-    @classmethod
-    def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
-        """Return what ``pp=`` means: a number of ranks, or the object."""
-        return pp if isinstance(pp, PipelineParallel) else cls(pp)

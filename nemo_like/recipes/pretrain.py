@@ -9,7 +9,6 @@ uninterrupted one bitwise where the device's kernels are deterministic, as they 
 
 import contextlib
 import json
-import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from nemo_like.distributed.ranks import OtherRankError, Ranks
 from nemo_like.distributed.weights.checkpoints import CheckpointError, writing
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.models import ModelSource, resolve_model
+from nemo_like.options.parallel import undivided
 from nemo_like.recipes.auto import MemoryRanOutError
 from nemo_like.recipes.data import END, VOCABULARY, as_tokens, load_text, train_bpe
 from nemo_like.recipes.log import DivergedError
@@ -71,11 +71,9 @@ def joined(options: PretrainOptions) -> Iterator[Ranks]:
     device = launch.init_distributed(None if options.device == "auto" else options.device)
     world_size, axes = launch.world_size(), {"tp": options.tp, "cp": options.cp, "pp": options.pp}
     try:
-        sizes = {f"--{axis}": size for axis, size in axes.items()}
-        sizes["--pp times --cp times --tp"] = math.prod(axes.values())
-        for name, size in sizes.items():
-            if world_size % size:
-                raise ValueError(f"{name} is {size}, which does not divide the {world_size} rank(s).")
+        sizes = {f"--{axis}": size for axis, size in axes.items() if size > 1}
+        if problem := undivided(sizes, world_size, f"the {world_size} rank(s)"):
+            raise ValueError(problem)
         yield Ranks.of_process(device, **axes)
     finally:
         launch.shutdown()

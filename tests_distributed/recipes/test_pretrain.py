@@ -378,7 +378,7 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(staged
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
+        ("--pp 3", "--pp=3 does not divide the 2 rank"),
         ("--pp 2 --grad-accum 1 --global-batch 8 --init sharded", "--init is 'sharded' with --pp 2"),
         ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
         ("--pp 2 --strategy ddp", "--strategy is 'ddp' with --pp 2"),

@@ -4,12 +4,10 @@ Both look at tracked operators only. What else runs in a region (profiler ranges
 metadata calls) passes through uncounted, so that it may differ between forward and recomputation.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.op_lookup import Op
@@ -29,13 +27,11 @@ from nemo_like.activation_checkpointing.engine.handles import (
     placeholder,
     private_copy,
 )
+from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
-
-if TYPE_CHECKING:
-    from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0  # RANDOM: tracked, and draws random numbers.
 _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})

@@ -1,5 +1,6 @@
 """`fit`: from a model and a number of GPUs to a report of the best configurations."""
 
+import logging
 import math
 import time
 from collections import Counter
@@ -8,7 +9,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from nemo_like._util.log import say_once
+from nemo_like._util.log import quiet, say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert.split_experts import Experts, find_experts
@@ -22,7 +23,7 @@ from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport, ways_out
-from nemo_like.planning.fit.search import Ranking, Search, quietly
+from nemo_like.planning.fit.search import Ranking, Search
 from nemo_like.planning.model.traced import TraceCache, with_adapters
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
@@ -143,7 +144,7 @@ def _searched(
     nearest, question, helps = found.nearest, questions[0], list[str]()
     if nearest is not None and search.least is not None:
         question = search.least.entry.ranking.question
-        with quietly():
+        with quiet("nemo_like", logging.ERROR):
             helps = ways_out(nearest, question, _remade(built, search, sample))
     return FitReport(
         question,
@@ -204,7 +205,7 @@ def make_search(
     every, rejected = layouts(_room(model, questions[0]))
     rankings, formulas = [], dict[Any, Formula]()
     split, whole = ([layout for layout in every if (layout.ep > 1) == is_split] for is_split in (True, False))
-    with quietly():
+    with quiet("nemo_like", logging.ERROR):
         for question in questions:
             for group in filter(None, (whole, split)):  # experts that are split run other operators
                 key = question.job.precision, group is split

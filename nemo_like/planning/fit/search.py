@@ -14,13 +14,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nemo_like._util.log import quiet
 from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.job import Job
@@ -279,7 +279,7 @@ class Search:
         """
         interrupted = False
         try:
-            with quietly():
+            with quiet("nemo_like", logging.ERROR):
                 self._walk(count)
                 self._plan()
         except (KeyboardInterrupt, OutOfTimeError) as stop:
@@ -291,7 +291,7 @@ class Search:
                     "at. Give more minutes, or pin more."
                 ) from stop
             interrupted = True
-        with quietly():
+        with quiet("nemo_like", logging.ERROR):
             self.rows.sort(key=lambda row: row.per_token)
             if self.rows:  # of those that predictions cannot tell apart, the one with the fewest options
                 alike = [row for row in self.rows if row.per_token <= ALIKE * self.rows[0].per_token]
@@ -461,15 +461,3 @@ class Search:
             limit=question.limit_of(row.query.job),
             budget=row.budget,
         )
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Silence planning's log: messages on one candidate among thousands would drown the report."""
-    logger = logging.getLogger("nemo_like")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

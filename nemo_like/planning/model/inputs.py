@@ -4,16 +4,15 @@ The number of places that a picture or a sound takes in the text is read from a 
 """
 
 import inspect
-import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_like._util.log import quiet
 from nemo_like._util.tensors import tensors_in
 from nemo_like.fake.model_copy import model_copy, with_state
 from nemo_like.fake.run import FakeRun
@@ -193,7 +192,7 @@ class _Beside:
 
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
         """Return the number of tokens that the encoder makes of `form`."""
-        with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
+        with quiet(FAKE_LOGGER), FakeRun(model=self.model) as run, torch.no_grad():
             model = model_copy(self.model)
             with with_state(model, run.state(model)):
                 features = getattr(model, method)(**run.sample(form))
@@ -221,18 +220,6 @@ class _Beside:
             self.text["token_type_ids"] = (kinds == 1).long()
         if "mm_token_type_ids" not in self.names:
             del self.text["mm_token_type_ids"]
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Silence the fake mode's own log of a shape that an op refuses: the refusal is handled here."""
-    logger = logging.getLogger(FAKE_LOGGER)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _token(config: Any, kind: str) -> int | None:
