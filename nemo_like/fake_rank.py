@@ -28,8 +28,8 @@ from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.gradients import set_gradient_sync
-from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import repeated
+from nemo_like.distributed.pipeline.pipeline import Pipeline, tie, trust
 from nemo_like.distributed.update_in_backward import optimizer_in_backward
 from nemo_like.fake.model_copy import copy_on_meta
 from nemo_like.fake.reasons import without_values
@@ -233,7 +233,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     args, kwargs = run.sample(split_sample(sample_input))
     ledger = StorageLedger(on_cpu=device.kind == "cpu")
     if isinstance(parallelized, Pipeline):
-        parallelized._tie()
+        tie(parallelized)
         given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         go = _pipeline_loop(parallelized, repeated(given_by_name, parallelized.options.microbatches or 1), ledger)
     else:
@@ -341,7 +341,7 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
     for stage in pipeline.stages:
         stage.module.register_forward_pre_hook(enter, prepend=True)
         stage.module.register_forward_hook(leave)
-    pipeline._trust()
+    trust(pipeline)
     return partial(pipeline.step, **batch)
 
 

@@ -51,14 +51,14 @@ class Pipeline(StagesOfRank):
     ) -> None:
         super().__init__(stages, parts, options, mesh, device)
         self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
-        self._loss_mean = loss_mean
+        self.loss_mean = loss_mean
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
-        self._verified = False
+        self.verified = False
         # Called with each batch that `step` trains on, and how many micro-batches it becomes.
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
-        self._tie()
+        tie(self)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -101,17 +101,13 @@ class Pipeline(StagesOfRank):
     def _verified_cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """`cut`, and what its loss is a mean over compared. In the first call also whether all ranks have this batch, and
         under ``cp`` what `nemo_like.distributed.context.verify_cut` compares for whole models."""
-        if not self._verified:
-            self._verified = True
+        if not self.verified:
+            self.verified = True
             check_same_batch(batch, self._sharing)
             verify_stages(self, batch, self._cut, self.forward)
         sizes = self._cut(batch)
-        self._loss_mean.check(self, batch)
+        self.loss_mean.check(self, batch)
         return sizes
-
-    def _trust(self) -> None:
-        """Compare nothing: for runs on tensors without values."""
-        self._verified, self._loss_mean.has_values = True, False
 
     def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
         """The losses of all micro-batches where this rank has the last stage, else nothing.
@@ -157,7 +153,7 @@ class Pipeline(StagesOfRank):
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
-        microbatches, shares = self._loss_mean.cut(batch, self.options.microbatches or 1)
+        microbatches, shares = self.loss_mean.cut(batch, self.options.microbatches or 1)
         rows, tokens = size_of(microbatches[0])
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.shares = microbatches, shares
@@ -225,22 +221,6 @@ class Pipeline(StagesOfRank):
                     grad.copy_(total)
             elif self._tied_group is not None and grads:
                 dist.all_reduce(grads[0], group=self._tied_group)
-
-    def _tie(self) -> None:
-        """Give both the first and the last stage the first one's parameter for what is tied, where this rank has both.
-
-        FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
-        gradients of both stages into it.
-        """
-        first, last = self.stages[0], self.stages[-1]
-        if first is last or not (first.slice.is_first and last.slice.is_last):
-            return
-        tensors = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
-        for slot in find_slots(last.module):
-            tied = self.parts.aliases.get(slot.name, slot.name)
-            if tied in self.parts.tied and slot.tensor is not tensors[tied]:
-                for module, name in slot.places:
-                    module.register_parameter(name, cast("nn.Parameter", tensors[tied]))
 
     @functools.cached_property
     def module(self) -> nn.Module:
@@ -342,7 +322,7 @@ class Pipeline(StagesOfRank):
             raise ValueError("A pipeline is materialized from a state_dict or from a checkpoint: give one of the two.")
         for stage in self.stages:
             materialize(stage.module, state_dict=state_dict, checkpoint=checkpoint, strict=False)
-        self._tie()
+        tie(self)
         self.__dict__.pop("module", None)  # it has the parameters from before
         return self
 
@@ -374,6 +354,28 @@ def _sum(share: Tensor, _target: Tensor) -> Tensor:
 
 def _on_meta(forms: Sequence[TensorForm]) -> tuple[Tensor, ...]:
     return tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
+
+
+def tie(pipeline: Pipeline) -> None:
+    """Give both the first and the last stage the first one's parameter for what is tied, where this rank has both.
+
+    FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
+    gradients of both stages into it.
+    """
+    first, last = pipeline.stages[0], pipeline.stages[-1]
+    if first is last or not (first.slice.is_first and last.slice.is_last):
+        return
+    tensors = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
+    for slot in find_slots(last.module):
+        tied = pipeline.parts.aliases.get(slot.name, slot.name)
+        if tied in pipeline.parts.tied and slot.tensor is not tensors[tied]:
+            for module, name in slot.places:
+                module.register_parameter(name, cast("nn.Parameter", tensors[tied]))
+
+
+def trust(pipeline: Pipeline) -> None:
+    """Compare nothing: for runs on tensors without values."""
+    pipeline.verified, pipeline.loss_mean.has_values = True, False
 
 
 def _tied_group(mesh: DeviceMesh) -> Any:
