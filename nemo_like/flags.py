@@ -7,35 +7,25 @@ front does not take is not among its options, so that nothing is dropped without
 import argparse
 import dataclasses
 import functools
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_like._util.field_docs import field_docs
+from nemo_like._util.words import check_least
 from nemo_like.job import Job
 from nemo_like.options import DDP, FLOAT8, FSDP2, Precision, parse_dtype, parse_strategy
 from nemo_like.options.flag import FIELDS, Flag
 
 
-def _flags(cls: type, owner: str = "") -> Iterator[Flag]:
+def _flags(cls: type, prefix: str = "") -> Iterator[Flag]:
     """Yield the flags of the fields of `cls`, and of those options classes that are a field's default."""
     for field in dataclasses.fields(cls):
         if (flag := field.metadata.get("flag")) is not None:
             default = field.default if flag.default is FIELDS else flag.default
-            flag = replace(flag, name=flag.name or field.name, field=owner + field.name, default=default)
-            yield replace(flag, help=_help(flag, field_docs(cls).get(field.name, "")))
+            name = flag.name or field.name
+            yield replace(flag, name=name, field=prefix + field.name, owner=cls, default=default)
         if dataclasses.is_dataclass(field.default):
             yield from _flags(type(field.default), f"{field.name}.")
-
-
-def _help(flag: Flag, doc: str) -> str:
-    """Return a flag's help of the documentation of its field."""
-    text = re.split(r"\.(?= |$)|; None", (flag.note or doc).replace("`", "").replace('"', ""))[0]
-    values = flag.values or " | ".join(flag.choices)
-    start = text[:1].lower() if text[1:2].islower() else text[:1]
-    return (start + text[1:] + (f": {values}" if values else "")).replace("%", "%%")
 
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in _flags(Job)}
@@ -59,7 +49,9 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults:
         default = defaults.get(name, flag.default)
         more: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind}
         shown = "" if default is None or flag.kind is bool else " (default: %(default)s)"
-        parser.add_argument(flag.word, group=flag.group, default=default, help=flag.help + shown, **more)
+        parser.add_argument(
+            flag.word, group=flag.group, default=default, help=flag.help.replace("%", "%%") + shown, **more
+        )
 
 
 def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -69,17 +61,13 @@ def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         more: dict[str, Any] = {"nargs": "+", "type": flag.kind}
         if flag.kind is bool:
             more = {"action": argparse.BooleanOptionalAction, "default": None}
-        several = "" if flag.kind is bool else "; several values: any of them"
-        parser.add_argument(flag.word, group=flag.group, help=f"fixed: {flag.help}{several}", **more)
+        text = f"fixed: {flag.help}" + ("" if flag.kind is bool else "; several values: any of them")
+        parser.add_argument(flag.word, group=flag.group, help=text.replace("%", "%%"), **more)
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise ValueError where the flag `name` cannot have `value`."""
-    flag = FLAGS[name]
-    if flag.least is None or value is None:
-        return
-    if isinstance(value, bool) or not math.isfinite(value) or value < flag.least:
-        raise ValueError(f"{flag.word} is {value!r}; it must be a finite number >= {flag.least}.")
+    check_least(FLAGS[name].word, value, FLAGS[name].least)
 
 
 def job_of(values: Mapping[str, Any], **fields: Any) -> Job:

@@ -165,6 +165,7 @@ class Job:
         default="none",
         choices=("none", *COMPILE_BACKENDS),
         read=lambda word: None if word == "none" else word,
+        write=lambda backend: backend or "none",
     )
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = flagged(
@@ -205,8 +206,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
-            if not _is_plan(value := getattr(self, name)):
-                object.__setattr__(self, name, read(value))
+            object.__setattr__(self, name, read(getattr(self, name)))
         check_whole("dp_replicate", self.dp_replicate, 1)
         for name in ("world_size", "planned_tokens"):
             if getattr(self, name) is not None:
@@ -384,6 +384,10 @@ def _is_plan(value: object) -> bool:
     return isinstance(value, Plan)
 
 
+def _read_ac(ac: object) -> CheckpointConfig | MemoryBudget | Plan:
+    return ac if _is_plan(ac) else parse_ac(ac)  # type: ignore[return-value]
+
+
 def _read_names(names: Any) -> Any:
     """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. What is neither is named later."""
     return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
@@ -404,15 +408,11 @@ def _read_device(device: Any) -> torch.device | None:
         raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
 
 
-def _read_step(step: Any) -> StepSpec:
-    return StepSpec.of(step)
-
-
-# Functions that make the value of a field of what a caller writes. A value of the right class, and a `Plan`, stay as
-# they are.
+# Functions that make the value of a field of what a caller writes. A value of the right class stays as
+# it is, and so does a `Plan`.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "strategy": parse_strategy,
-    "ac": parse_ac,
+    "ac": _read_ac,
     "ac_scope": _read_names,
     "layers": _read_layers,
     "tp": TensorParallel.of,
@@ -423,7 +423,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "precision": Precision.of,
     "compile": parse_compile,
     "offload": OffloadConfig.of,
-    "step": _read_step,
+    "step": StepSpec.of,
     "device": _read_device,
     "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,

@@ -362,6 +362,7 @@ _JOBS = {
     "finetune --lora-targets q_proj": "--lora-targets is 'q_proj', and without --lora",
     "finetune --lora --lora-alpha -1": "--lora-alpha is -1.0; it must be a finite number >= 0",
     "finetune --merge": "--merge is True, and without --lora nothing reads it",
+    "finetune --grad-accum 0": "--grad-accum is 0; it must be a finite number >= 1",
     "finetune --fit-memory 1GiB": "--fit-memory is '1GiB', and without --fit nothing reads it",
     "finetune --precision fp4": "--precision is 'fp4'; it must be one of bfloat16, float32",
     "finetune --epochs 0": "--steps and --epochs are both 0: nothing would be trained",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from nemo_like._util.console import as_flag, flag
 from nemo_like._util.extras import require
 from nemo_like._util.help_parser import HelpParser
-from nemo_like._util.words import a_or_an, did_you_mean, normalise
+from nemo_like._util.words import a_or_an, check_least, did_you_mean, normalise
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 
@@ -88,11 +88,9 @@ class Options:
                     + did_you_mean(str(value), known)
                 )
             object.__setattr__(self, name, word)
-        if least is not None and value is not None:
-            if isinstance(value, bool) or not math.isfinite(value) or value < least:
-                raise ValueError(f"{flag(name)} is {value!r}; it must be a finite number >= {least}.")
-            if value >= below:
-                raise ValueError(f"{flag(name)} is {value!r}; it must be less than {below}.")
+        check_least(flag(name), value, least)
+        if None not in (value, least) and value >= below:
+            raise ValueError(f"{flag(name)} is {value!r}; it must be less than {below}.")
 
 
 # --- from a command line or a file ------------------------------------------------------------------------------------

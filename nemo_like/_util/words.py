@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported where a dtype is read: the help of a program reads none
     import torch
@@ -64,6 +64,12 @@ def check_whole(name: str, value: object, least: int, of: str = "") -> None:
     """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: what it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
+
+
+def check_least(name: str, value: Any, least: float | None) -> None:
+    """Raise ValueError where `value`, of the setting `name`, is below `least` or not finite; None of either: no check."""
+    if None not in (value, least) and (isinstance(value, bool) or not math.isfinite(value) or value < least):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number >= {least}.")
 
 
 def parse_bytes(text: str, name: str = "") -> int:

@@ -343,10 +343,13 @@ class _LenientRun(_TableRun):
         known = table.facts(op)
         if known.attention and self._kernel is not None:
             op, index = self._kernel, self._counts.get(self._kernel, 0)
-        if index < len(self._rows.get(op, ())) or op not in self._rows:
-            return super().__call__(op, index)
+        row = self._rows.get(op)
+        if row is None:
+            return SAVE
         self._counts[op] = index + 1
-        return SAVE if known.pinned else RECOMPUTE
+        if index >= len(row):
+            return SAVE if known.pinned else RECOMPUTE
+        return row[index]
 
     def finish(self) -> Misfit | None:
         """The rows that did not fit, with all kernels of attention in the place of the listed one."""

@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
         _calibrate()
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_PINS, "dp_shard", "micro_batch", "ac")}
     pins["schedule"] = pins.pop("pp_schedule")
+    if pins["reshard_after_forward"] is not None:  # its words are of the command line
+        pins["reshard_after_forward"] = list(map(FLAGS["reshard_after_forward"].read, pins["reshard_after_forward"]))
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:

@@ -277,7 +277,7 @@ def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
     stacks: dict[int, list[dict[str, Any]]] = {}
 
     def stack_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        frames = part.get("frames") or []
+        frames = _frames_of(part)
         if id(frames) not in stacks:
             stacks[id(frames)] = [_frame(frame, names) for frame in frames]
         return stacks[id(frames)]

@@ -1,9 +1,12 @@
 """The command-line flag of an option: written once, as metadata of the option's field."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from nemo_like._util.field_docs import field_docs
 
 FIELDS = object()  # The default of the field.
 
@@ -29,14 +32,24 @@ class Flag:
     note: str = ""  # Its help where it means the opposite of its field.
     read: Callable[[Any], Any] = same  # Makes the field's value of the flag's.
     write: Callable[[Any], Any] = same  # Makes the flag's value of the field's.
-    # The field of `Job` that it sets, with the field of that: ``"tp.size"``; `nemo_like.flags` fills it in.
+    # The field of `Job` that it sets, with the field of that: ``"tp.size"``, and the class that has the field;
+    # `nemo_like.flags` fills both in.
     field: str = ""
-    help: str = ""  # What it does, in a line; `nemo_like.flags` fills it in.
+    owner: type = object
 
     @property
     def word(self) -> str:
         """Return the flag as it is written on the command line."""
         return "--gpus" if self.name == "world_size" else "--" + self.name.replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        """Return its effect, in a line, of the source of its field; read when it is shown, since that takes time."""
+        doc = self.note or field_docs(self.owner).get(self.field.rpartition(".")[2], "")
+        text = re.split(r"\.(?= |$)|; None", doc.replace("`", "").replace('"', ""))[0]
+        values = self.values or " | ".join(self.choices)
+        start = text[:1].lower() if text[1:2].islower() else text[:1]
+        return start + text[1:] + (f": {values}" if values else "")
 
 
 def flagged(default: Any, /, on: str = "plan fit", group: str = "parallelism", **facts: Any) -> Any:

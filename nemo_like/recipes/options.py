@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from nemo_like._util.console import check_new_folder, check_writable, flag, tokens
 from nemo_like._util.option_fields import Need, Options, option
 from nemo_like._util.words import check_dtype_word
-from nemo_like.flags import FLAGS, check_flag, job_of
+from nemo_like.flags import FLAGS, job_of
 from nemo_like.options import ADAMW, FLOAT8, SCHEDULES, MemoryBudget, parse_ac, parse_bytes
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
@@ -33,9 +33,9 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
     value = known.default if default is None else default
     return option(
         value,
-        known.help.replace("%%", "%"),
+        known.help,
         known.kind,
-        **{"choices": known.choices, "group": known.group} | more,
+        **{"choices": known.choices, "group": known.group, "least": known.least} | more,
     )
 
 
@@ -163,8 +163,6 @@ class PretrainOptions(SharedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self._of_job:
-            check_flag(name, getattr(self, name))
         if self.lr_floor > 1:
             raise ValueError(
                 f"--lr-floor is {self.lr_floor!r}; it is a share of the peak rate, and must be from 0 to 1."
@@ -383,7 +381,5 @@ class FinetuneOptions(SharedOptions):
         if self.qlora and (self.fit or budget):
             word = "--fit" if self.fit else f"--ac {self.ac}"
             raise ValueError(f"{word} makes a plan, and none is made of weights in 4 bits. Use --ac full or selective.")
-        for name in ("offload", "cp"):
-            check_flag(name, getattr(self, name))
         if self.fit_memory is not None:
             parse_bytes(self.fit_memory, "--fit-memory")

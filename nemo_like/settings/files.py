@@ -127,7 +127,6 @@ def _values(job: Job) -> dict[str, Any]:
         "ac": getattr(job.ac, "mode", "none"),
         "precision": job.precision.matmuls or dtype_word(parse_dtype("precision", job.precision.param_dtype)),
         "reduce_dtype": dtype_word(parse_dtype("precision", job.precision.reduce_dtype)),
-        "compile": job.compile or "none",
         "alloc_conf": "expandable_segments:True" if job.allocator.expandable_segments else None,
         "dp_shard": job.dp_shard,
         "world_size": job.ranks,

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_like.cli import main
 from nemo_like.explaining.explain import explain
-from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines
+from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines, write_stripped
 from tests.explaining.made import Recording, real
 
 
@@ -93,6 +93,8 @@ def test_the_first_form_has_segments_alone(tmp_path: Path) -> None:
     made = explain(tmp_path / "s")
     assert (made.peak_bytes, made.reserved_bytes, dict(made.parts)) == (512, 1024, {"activations": 512})
     assert any("No allocation was recorded" in line for line in made.notes)
+    write_stripped(read_snapshot(tmp_path / "s"), tmp_path / "stripped")
+    assert dict(explain(tmp_path / "stripped").parts) == {"activations": 512}
 
 
 def test_a_trace_without_its_beginning_says_so() -> None:

@@ -34,7 +34,7 @@ from nemo_like.options import (
     normalise,
     parse_ac,
 )
-from nemo_like.options.parallel import check_imbalance, read_reshard, undivided
+from nemo_like.options.parallel import check_imbalance, undivided
 from nemo_like.options.step import SYNC
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.predictions.reserved import default_limit
@@ -350,7 +350,7 @@ def _read(name: str, value: Any) -> Any:
         return value
     if name in _FLAGS:
         if name == "reshard_after_forward":
-            return FSDP2(reshard_after_forward=read_reshard(value)).reshard_after_forward  # which checks it
+            return FSDP2(reshard_after_forward=value).reshard_after_forward  # which checks it
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be True or False.")
         return value
