@@ -16,8 +16,9 @@ What a test can rely on:
   ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), one thread, and the seed 0.
   ``init_group=False`` leaves the process group to `fn` (for code that builds it from the environment).
 - Results come back as a list by rank. Arguments and results go through pickle; plain tensors may, DTensors may not.
-- The exception of the rank that failed first is raised here with its own type, and with that rank's traceback and
-  output as a note, so that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every
+- The exception of the rank that failed first (one that only lost its connection to another rank comes last, because
+  the other rank's end is noticed later) is raised here with its own type, and with that rank's traceback and output
+  as a note, so that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every
   rank instead and returns each one's exception in its place: for "a clear error on *every* rank".
 - A rank that native code alone killed (a segmentation fault in a thread of gloo's, or glibc's finding that the heap is
   broken, each seen once in some 100,000 calls) is started again with the others, once and with a warning: this package
@@ -127,9 +128,9 @@ def run_ranks(
     values = [outcome.value() for outcome in outcomes]
     if return_exceptions:
         return values
-    failed = sorted((o.order, o.rank) for o in outcomes if o.failed)
+    failed = sorted((o.lost_a_peer, o.order, o.rank) for o in outcomes if o.failed)
     if failed:
-        raise values[failed[0][1]]
+        raise values[failed[0][-1]]
     return values
 
 
@@ -178,6 +179,12 @@ class _Outcome:
         if "Fatal Python error: Aborted" in self.text:
             return self.failed and any(message in self.text for message in _BROKEN_HEAP)
         return self.failed and "Fatal Python error: Segm" in self.text and "Current thread" not in self.text
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether gloo found a connection closed: the rank at its other end is the one that failed."""
+        error = self.text.partition("--- output ---")[0]
+        return "closed by peer" in error or "reset by peer" in error
 
     def value(self) -> Any:
         try:
@@ -410,6 +417,7 @@ def _call(rank: int, world_size: int, folder: str, request: dict[str, Any]) -> A
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=request["timeout"]),
         )  # fmt: skip
+        dist.barrier()  # a function that fails at once would close connections that other ranks are still making
     result = fn(rank, world_size, *pickle.loads(request["args"]))
     if request["init_group"] and dist.is_initialized():
         dist.barrier()  # a rank that leaves early would break the others' last collective

@@ -67,9 +67,8 @@ def test_a_hung_rank_is_killed_and_shown() -> None:
 
 
 def test_a_rank_that_dies_is_reported() -> None:
-    with pytest.raises((RankDiedError, RuntimeError)) as caught:
+    with pytest.raises(RankDiedError, match="rank 1 ended"):
         run_ranks(2, _abort)
-    assert isinstance(caught.value, RankDiedError) or "gloo" in str(caught.value)
 
 
 def _free_nothing(rank: int, world_size: int, mark: Path | None) -> str:
