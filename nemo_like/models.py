@@ -1,4 +1,4 @@
-"""Read what `--model` may name: a preset, a ``config.json`` or its folder, or ``module:function``.
+"""Read the models that `--model` may name: a preset, a ``config.json`` or its folder, or ``module:function``.
 
 Nothing is downloaded, and weights are random: the commands and the recipe need shapes. Presets are the published
 shapes of the model families; transformers (extra ``hf``) builds them and is imported when a model is built.
@@ -46,8 +46,8 @@ class ModelSource:
     def built(
         self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> tuple[nn.Module, ModelSource]:
-        """`build`, and this source with what the model of a ``module:function`` declares: its sample input, and its config
-        where it is one of transformers."""
+        """`build`, and this source with the sample input of a ``module:function``'s model, and its config where it is
+        one of transformers."""
         with torch.device(device):
             result = self._call_factory()
         model, sample = result if isinstance(result, tuple) else (result, None)
@@ -110,7 +110,7 @@ def resolve_model(spec: str) -> ModelSource:
     """The model that `spec` names: a preset of `PRESETS`, a path to a ``config.json`` or its folder, or ``module:function``.
 
     Raises:
-        ValueError: it names none of these; the message lists what is known.
+        ValueError: it names none of these; the message lists the known names.
         MissingExtraError: transformers is needed and not installed.
     """
     if spec in PRESETS:
@@ -165,7 +165,7 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
 
 
 def text_batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Return token ids and labels, both (sequences, tokens) of zeros: what a planner reads of them is their shape."""
+    """Return token ids and labels, both (sequences, tokens) of zeros: a planner reads their shape alone."""
     ids = torch.zeros(sequences, tokens, dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -239,15 +239,15 @@ def source_of(name: str, config: Any) -> ModelSource:
     """The model that a transformers `config` describes, called `name` in errors."""
     transformers = require("transformers", "hf", f"to build the model {name!r}")
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        # Where a release keeps it among what generation needs: shifting the labels needs it too.
+        # Where a release keeps it among the settings of generation: shifting the labels needs it too.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     auto = _auto_class(transformers, config)
     return ModelSource(name, config, lambda: auto.from_config(config))
 
 
 def _auto_class(transformers: Any, config: Any) -> Any:
-    """The class that trains the whole of what `config` describes: not the decoder of an encoder-decoder alone, nor the
-    language model of one with other encoders."""
+    """The class that trains the whole model that `config` describes: not the decoder of an encoder-decoder alone, nor
+    the language model of one with other encoders."""
     kinds = {
         "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq",
         "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",

@@ -1,9 +1,9 @@
 """The private names of PyTorch that this package uses: the only module that imports or reads one, ordered by topic.
 
 They are those of torch 2.13.0, 2.14.1 and 2.15.0, unless noted otherwise, and are used as they are: in a release
-without one, the import or the call fails and names it. Where more is known, the error names what requires it. Whoever
-adds a release looks here first. Attributes of objects that everybody reads (`nn.Module._modules` and its like,
-`Tensor._version`, an operator's `_schema`) stay where they are used; `tests/test_torch_compat.py` has the list.
+without one, the import or the call fails and names it. Where more is known, the error names the feature that requires
+it. Whoever adds a release looks here first. Attributes of objects that everybody reads (`nn.Module._modules` and its
+like, `Tensor._version`, an operator's `_schema`) stay where they are used; `tests/test_torch_compat.py` has the list.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ __all__ = [
 
 RELEASES = "torch 2.13 to 2.15"  # The releases that error messages recommend.
 
-PYTREE_LOGGER = tree_map.__module__  # The logger that warns of what others register as a tree.
+PYTREE_LOGGER = tree_map.__module__  # The logger that warns of classes that others register as trees.
 
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
-    """Return what `register_forward_hook` has put on `module`, in that order."""
+    """Return the hooks that `register_forward_hook` has put on `module`, in that order."""
     return tuple(module._forward_hooks.values())
 
 
@@ -125,7 +125,8 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., An
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Within it no mode sees what runs, neither ours nor a caller's: counters, tracers and policies count as without."""
+    """Within it no mode sees operators, neither ours nor a caller's: counters, tracers and policies count as
+    without."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -201,7 +202,7 @@ set_sdp_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 
 def stop_unless(condition: Tensor, message: str) -> None:
     """Raise NotImplementedError where a 0-dim `condition` is False. On an accelerator the host does not wait: the device
-    stops, with `message`, before it runs what was queued after."""
+    stops, with `message`, before it runs work queued after."""
     if condition.device.type != "cpu":
         torch._assert_async(condition, message)
     elif not condition:
@@ -244,7 +245,8 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
-    """Return what `op` is when it is called, without its frame in Python; for anything but an overload, `op` itself."""
+    """Return the function that a call of `op` runs, without its frame in Python; for anything but an overload, `op`
+    itself."""
     return op._op if type(op) is OpOverload else op
 
 
@@ -385,7 +387,7 @@ def left_to_python(function: _Function) -> _Function:
     can't afford. This marks the code object once.
     """
     skip = _eval_frame._FrameAction.SKIP
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # itself; and what it calls
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)  # itself; and functions it calls
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
@@ -416,7 +418,7 @@ def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -
 
 
 def cast_as_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast, as autocast does on one rank, what a layer hands to a module outside of the layers in float32.
+    """Cast, as autocast does on one rank, a layer's float32 tensors for a module outside of the layers.
 
     FSDP2 casts the inputs of a unit alone, and such a module is in the root's.
     """
@@ -528,7 +530,8 @@ def async_tensor_parallel() -> bool:
 
 
 def fuse_collectives_into_matmuls(group: torch.distributed.ProcessGroup) -> None:
-    """Have inductor fuse the collectives of `group` into matmuls, over symmetric memory, in what is compiled from now on."""
+    """Have inductor fuse the collectives of `group` into matmuls, over symmetric memory, in code compiled from now
+    on."""
     import torch._inductor.config as config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -673,7 +676,7 @@ def around_end_of_backward(
 ) -> None:
     """Call `before` and `after` around the end of a backward of `root`, where FSDP2 reduces the units that backward has
     not come to."""
-    # By the class: what replaces another stage's layer in a pipeline answers for that layer's attributes.
+    # By the class: the stand-in for another stage's layer in a pipeline answers for that layer's attributes.
     states = [m._get_fsdp_state() for m in root.modules() if hasattr(type(m), "_get_fsdp_state")]  # type: ignore[operator]
     # Of all units: which of them backward comes to first, and so has its method called, is not known.
     for state in {id(state): state for state in states}.values():
@@ -722,8 +725,8 @@ class FsdpPlace(NamedTuple):
         return self.param._unsharded_param
 
     def has_its_own(self) -> bool:
-        """Return whether FSDP2's parameter is registered there: the shard, or what is gathered."""
-        # What torch looks for in the first forward: load_state_dict(assign=True), and `to`, may put another shard there.
+        """Return whether FSDP2's parameter is registered there: the shard, or the gathered one."""
+        # As torch checks in the first forward: load_state_dict(assign=True), and `to`, may put another shard there.
         names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         registered = self.module._parameters.get(self.name)
         return any(registered is getattr(self.param, name, None) for name in names)
@@ -868,7 +871,7 @@ def _unlend(value: Any) -> Any:
 
 
 def _map_tuple(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value`, or a tuple of what `function` makes of its items, named where that is."""
+    """`value`, or a tuple of its items after `function`, named where that is."""
     if not isinstance(value, tuple):
         return value
     items = map(function, value)
@@ -881,8 +884,9 @@ _CONTENTS = "_nemo_like_contents"
 def lend_containers(module: nn.Module) -> None:
     """Have the FSDP2 unit at `module` called with the caller's own lists, dicts and dataclasses.
 
-    FSDP2 casts, moves and hooks the tensors in them by making new containers, so what a layer puts into one is lost. Here
-    the container stays the caller's: it holds FSDP2's tensors while the layer runs, and the caller's again afterwards.
+    FSDP2 casts, moves and hooks the tensors in them by making new containers, so items that a layer puts into one are
+    lost. Here the container stays the caller's: it holds FSDP2's tensors while the layer runs, and the caller's again
+    afterwards.
     """
     state = module._get_fsdp_state()  # type: ignore[operator]
     handle = state._pre_forward_hook_handle
@@ -917,7 +921,7 @@ def lend_containers(module: nn.Module) -> None:
 
 
 def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
-    """Have the FSDP2 unit at `module` gathered before the backward of `tensors`, as it is for what it returned."""
+    """Have the FSDP2 unit at `module` gathered before the backward of `tensors`, as it is for its outputs."""
     state = module._get_fsdp_state()  # type: ignore[operator]
 
     def gather(grad: Tensor) -> Tensor:
@@ -929,9 +933,10 @@ def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
 
 
 def read_dtypes_again(module: nn.Module) -> None:
-    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of what trains now.
+    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of the weights
+    that train now.
 
-    2.15 has no ``_orig_dtype``: it reads the dtypes of what is frozen, too.
+    2.15 has no ``_orig_dtype``: it reads the dtypes of frozen weights, too.
     """
     for group in fsdp_param_groups(module):
         untrained = getattr(group, "_orig_dtype", torch.float32) is None
@@ -989,8 +994,8 @@ def complete_accumulated(params: Sequence[Any]) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor remembers of operators by mesh: of one that is made again it would take the process groups of the
-    old one. Seen in 2.13 and 2.14: in a release with other names nothing happens."""
+    """Empty DTensor's tables of operators by mesh: for a mesh made again they would give the process groups of the old
+    one. Seen in 2.13 and 2.14: in a release with other names nothing happens."""
     for where, name in (("debug", "_clear_sharding_prop_cache"), ("_redistribute", "_gen_transform_infos.cache_clear")):
         with contextlib.suppress(ImportError, AttributeError):
             attrgetter(name)(importlib.import_module(f"torch.distributed.tensor.{where}"))()
@@ -1068,7 +1073,8 @@ def _find_shape_unseen(schema: Any) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, what a tensor that is still being sent will be, or any other tensor itself."""
+    """This rank's part of a DTensor, the future value of a tensor that is still being sent, or any other tensor
+    itself."""
     part = getattr(tensor, "_local_tensor", tensor)
     return getattr(part, "elem", part) if type(part) is AsyncCollectiveTensor else part
 
@@ -1119,8 +1125,8 @@ class VotingStage(PipelineStage):
     """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Return whether all stages know what they send and receive: under the ``fake`` back end the others report
-        nothing."""
+        """Return whether all stages know the tensors they send and receive: under the ``fake`` back end the others
+        report nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
         return super()._warmup_backward_result(received_result)
@@ -1159,7 +1165,8 @@ def traced_graph(
 def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule, GraphModule]:
     """Return forward and backward of a joint graph, whose first `outputs` results are forward's, by AOTAutograd's cut.
 
-    The first returns what the second is given behind its own results. fake: the mode of the tensors that it was traced on.
+    The first returns the second's arguments behind its own results. fake: the mode of the tensors that it was traced
+    on.
     """
     guards = importlib.import_module("torch._guards")
     partition = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition

@@ -1,7 +1,7 @@
 """Names inside transformers that this package knows: of arguments, attributes, functions and modules.
 
 It imports transformers only where one of its models is at hand. Documented names (``input_ids``, ``config.use_cache``)
-stay where they are used. What is absent raises an error that names it, where going on would be another way. Whoever
+stay where they are used. An absent name raises an error that names it, where going on would be another way. Whoever
 adds a release looks here first.
 """
 
@@ -26,7 +26,7 @@ LOGITS_TO_KEEP = "logits_to_keep"
 # The keyword by which transformers hands shared keys and values to each layer.
 SHARED_STATES = "shared_kv_states"
 
-# --- Names in the files of models, which tell what a module does; absent where it does not ----------------------------
+# --- Names in the files of models, which tell a module's features; absent where it lacks them -------------------------
 
 # Name that the forward of attention reads where it goes through the interface.
 ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
@@ -54,12 +54,12 @@ RECORDERS = "transformers.utils.output_capturing"
 PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES")
 
 
-# A function in the files of models that run under FSDP what LayerDrop has drawn to skip.
+# A function in the files of models that run under FSDP the layers that LayerDrop has drawn to skip.
 RUNS_DROPPED_LAYERS = "is_fsdp_managed_module"
 
 
 def absent(what: str) -> RuntimeError:
-    """The error for what was looked for in transformers and is not there."""
+    """The error for a name or feature that transformers does not have."""
     version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
     return RuntimeError(
         f"transformers {version} {what}. nemo_like was tested with transformers {' and '.join(TESTED)}: pip install "
@@ -68,7 +68,7 @@ def absent(what: str) -> RuntimeError:
 
 
 def _inside(module: str, name: str) -> Any:
-    """Return what transformers' `module` calls `name`, for a caller that has a model of transformers."""
+    """Return the object `name` of transformers' `module`, for a caller that has a model of transformers."""
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name)
     except (ModuleNotFoundError, AttributeError) as error:
@@ -116,7 +116,7 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 def is_cache(value: object, name: str = "") -> bool:
     """Return whether `value`, an argument called `name`, is a key/value cache.
 
-    The test is what it can do. Under a name that means nothing else, anything is one; ``cache`` may be a table of a
+    The test is of its methods. Under a name that means nothing else, anything is one; ``cache`` may be a table of a
     model's own.
     """
     if value is None:
@@ -131,7 +131,7 @@ def is_cache(value: object, name: str = "") -> bool:
 def given_cache(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """The name of the argument by which a call brings such a cache, by position or keyword; None: it brings none.
 
-    names: what the called forward takes, in order.
+    names: the arguments of the called forward, in order.
     """
     by_position = chain(names[: len(args)], (f"argument {index}" for index in range(len(names), len(args))))
     call = chain(zip(by_position, args), kwargs.items())
@@ -148,8 +148,8 @@ def layers_dropped_in_vain(model: Any) -> float | None:
     return None
 
 
-# A Trainer's method that its step prepares a batch with; what TRL's GRPO, RLOO and distillation keep of generated
-# ones.
+# A Trainer's method that its step prepares a batch with; the attribute of TRL's GRPO, RLOO and distillation for
+# generated ones.
 _PREPARE, _BUFFERED = "_prepare_inputs", "_buffered_inputs"
 
 
@@ -159,5 +159,5 @@ def prepared_inputs(trainer: Any, batch: Any) -> Any:
 
 
 def generates_batches(trainer: Any) -> bool:
-    """Return whether a trainer makes what its model is called with by generating."""
+    """Return whether a trainer makes its model's inputs by generating."""
     return hasattr(trainer, _BUFFERED)

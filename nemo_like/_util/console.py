@@ -21,7 +21,7 @@ class _Without(logging.Filter):
         return self._words not in record.getMessage()
 
 
-# By logger, what it reports while it is imported.
+# By logger, a filter for its messages on import.
 _NOISE = {
     # transformers imports torchao wherever it is installed, with kernels for devices that are not here.
     "torchao": _Without("Failed to load "),
@@ -35,7 +35,7 @@ _PYTREE_NOISE = _Without("is an Enum subclass and is now natively supported")
 def start_logging() -> None:
     """Have the library's messages, and warnings of others, written to standard error. For a program, not for a library.
 
-    It imports torch, so a program first does what needs none.
+    It imports torch, so a program first does all work that needs no torch.
     """
     from nemo_like.torch_compat import PYTREE_LOGGER
 
@@ -43,7 +43,7 @@ def start_logging() -> None:
     logging.getLogger("nemo_like").setLevel(logging.INFO)
     for name, noise in (_NOISE | {PYTREE_LOGGER: _PYTREE_NOISE}).items():
         logging.getLogger(name).addFilter(noise)
-    # What peft uses of transformers.
+    # A name of transformers that peft uses.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 

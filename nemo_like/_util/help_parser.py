@@ -40,7 +40,7 @@ class HelpParser(argparse.ArgumentParser):
         return [word.lstrip("-").replace("-", "_") for action in self._actions for word in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        """End with code 2 and one line, which names what is near to a misspelt option or command."""
+        """End with code 2 and one line, which names the option or command nearest to a misspelt one."""
         near = ""
         if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             parser = self.command or self
@@ -52,7 +52,7 @@ class HelpParser(argparse.ArgumentParser):
         prog = self.prog if self.command is None else self.command.prog
         self.exit(2, f"{prog}: error: {message}{'.' * bool(near)}{near}\n")
 
-    hints: Mapping[str, str] = {}  # Sentences on options that the command does not have, by what is typed.
+    hints: Mapping[str, str] = {}  # Sentences on options that the command does not have, by the typed word.
     command: HelpParser | None = None  # Parser of the subcommand, where there is one.
 
     def in_options(self, message: str) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C and a scheduler's SIGTERM: finish what is under way, then stop."""
+"""Ctrl-C and a scheduler's SIGTERM: finish the work under way, then stop."""
 
 from __future__ import annotations
 

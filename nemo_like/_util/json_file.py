@@ -36,7 +36,7 @@ def write_json(path: str | Path, value: object) -> None:
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a new folder, which gets the name `folder` when it is complete on disk.
 
-    A process that is killed in between leaves what was there before, if need be under the name that the next call finds.
+    A process that is killed in between leaves the old folder, if need be under the name that the next call finds.
     """
     target, old = (folder.with_name(f".{word}-{folder.name}") for word in ("writing", "old"))
     if old.exists() and not folder.exists():  # killed between the two renamings

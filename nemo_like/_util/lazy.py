@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first requested, as its stub (``__init__.pyi``) has them.
 
-The stub is what type checkers and editors read, and the only list of these names.
+Type checkers and editors read the stub, the only list of these names.
 """
 
 import ast

@@ -1,4 +1,5 @@
-"""Count live bytes: the storages that operators make, on any device, with a log; or what CUDA's allocator has given out."""
+"""Count live bytes: the storages that operators make, on any device, with a log; or the bytes that CUDA's allocator has
+given out."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operators make inside it and that are alive. For real and for fake tensors.
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
-    and gives back within one op is not seen, and neither is code outside of PyTorch's dispatcher (compiled graphs). Of a
-    tensor that is made of others (DTensor, torchao's float8), what its ops run inside counts; of a sparse one, nothing.
-    Python's cyclic garbage collector is off inside: it would free cycles at another place in each run.
+    and gives back within one op is not seen, and neither is code outside of PyTorch's dispatcher (compiled graphs). Of
+    a tensor that is made of others (DTensor, torchao's float8), the operators run inside count; of a sparse one,
+    nothing. Python's cyclic garbage collector is off inside: it would free cycles at another place in each run.
 
     >>> with LiveBytes() as counter:
     ...     kept = torch.ones(4)
@@ -45,13 +46,13 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        """Begin with nothing; `known`: tensors from before. What operators are called with is known as well."""
+        """Begin with nothing; `known`: tensors from before. Arguments of operators are known as well."""
         super().__init__()
         self.live = 0  # Bytes alive now.
         self.peak = 0  # The most bytes alive at one time since `take_peak`.
         # Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed).
         self.log: list[tuple[int, int]] = []
-        self.sizes: dict[int, int] = {}  # Bytes of what is alive, by number.
+        self.sizes: dict[int, int] = {}  # Bytes of live storages, by number.
         self._made = 0
         self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for storage in storages_of(list(known)):
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if is_wrapped(types):
             return NotImplemented
-        if func is not _LIFT:  # which is given what torch.tensor() has just made
+        if func is not _LIFT:  # whose argument torch.tensor() has just made
             for tensor in tensors_in((args, kwargs)):
                 if tensor.layout is torch.strided:
                     self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
@@ -97,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
     def count(self, tensor: torch.Tensor, position: int = -1) -> int:
         """Count the storage of `tensor` from now on, unless it is known already; return its number.
 
-        position: that of `tensor` among what an operator returned, where that are several.
+        position: that of `tensor` among an operator's outputs, where there are several.
         """
         storage = tensor.untyped_storage()
         number = self.numbers.get(storage)

@@ -26,7 +26,7 @@ def say_once(message: str, *, level: int = logging.INFO, key: str | None = None)
 
 
 def warn_once(message: str, *, key: str | None = None) -> None:
-    """`say_once` at WARNING: for every fallback, with what was asked, what was done, and why."""
+    """`say_once` at WARNING: for every fallback, with the request, the fallback, and the reason."""
     say_once(message, level=logging.WARNING, key=key)
 
 
@@ -47,7 +47,7 @@ def forget_announcements() -> None:
 
 @contextmanager
 def quiet(name: str, level: int = logging.CRITICAL) -> Iterator[None]:
-    """Drop the messages of the logger `name` below `level`: what it reports is handled, or would drown a report."""
+    """Drop the messages of the logger `name` below `level`: its messages are handled, or would drown a report."""
     other = logging.getLogger(name)
     before = other.level
     other.setLevel(level)

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from nemo_like._util.words import a_or_an
 
-# Attribute under which a wrapper registers what it wraps. The two last belong to wrappers whose attribute is the plain
-# word "module", so those are told apart by class name.
+# Attribute under which a wrapper registers the module inside. The two last belong to wrappers whose attribute is the
+# plain word "module", so those are told apart by class name.
 _INNER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 _MODULE_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
@@ -80,7 +80,7 @@ def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(FQN in the original model, registered module) in registration order, each object once under its first name.
 
-    Where a module is in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
+    Where a module is in a wrapper, the outermost wrapper is yielded, once: the parent calls it.
     """
     seen: set[int] = set()
     stack = [(fqn, module)]
@@ -96,8 +96,8 @@ def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Mod
 def every_module(module: nn.Module) -> dict[nn.Module, str]:
     """Return each registered module with its name in the original model, in registration order.
 
-    Wrappers and the modules inside them are both here, under one name; `nn.Module.modules` leaves out what is inside of
-    our wrappers, which answer for its class.
+    Wrappers and the modules inside them are both here, under one name; `nn.Module.modules` leaves out modules inside of
+    our wrappers, which answer for their class.
     """
     names: dict[nn.Module, str] = {}
     stack = [("", module)]

@@ -13,7 +13,7 @@ import torch
 
 from nemo_like.torch_compat import HigherOrderOperator, OpOverload, OpOverloadPacket, higher_order_op, registered_ops
 
-Op = Any  # An `OpOverload` or a higher-order operator: what a dispatch mode is called with.
+Op = Any  # An `OpOverload` or a higher-order operator, as a dispatch mode gets it.
 
 
 def find_op(name: str) -> Op | None:
@@ -41,7 +41,7 @@ def resolve_op(name: str | Op, *, field: str = "") -> frozenset[Op]:
 
     A packet (``"aten.topk"``, ``torch.ops.aten.topk``) means every overload that takes tensors and returns new ones.
     Its in-place and ``out=`` overloads must run again in any case, so they are left out, unless it has no others.
-    `field` is what an error calls the setting that holds the name.
+    `field` is the name in errors of the setting that holds the operator.
 
     Raises:
         ValueError: no operator has this name; the message lists close ones.
@@ -139,7 +139,7 @@ def _in(field: str) -> str:
 
 
 def _hint(parts: list[str]) -> str:
-    """Return what was probably meant: the overloads of an operator that exists, else operators with a name close to
+    """Return the operators probably meant: the overloads of one that exists, else operators with a name close to
     it."""
     packet = _packet(parts[0], parts[1]) if len(parts) > 1 else None
     if packet is not None:

@@ -40,7 +40,7 @@ def option(
 
     Args:
         default: the value where it is not given.
-        help: what it does, for the command line.
+        help: its description, for the command line.
         kind: makes its value of a word. None: the type of `default`, or str where that is None.
         least, below: the smallest number that it may be, and one that is too large.
         choices: the words that it may be; none: any.
@@ -59,7 +59,7 @@ class Options:
     """The options of a job. Each field is a command-line option of the same name, ``_`` written as ``-``.
 
     Raises:
-        ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
+        ValueError: a value is wrong; the message has the option, the value, the reason and the accepted values.
     """
 
     job_name: ClassVar[str]  # Module of `nemo_like.recipes` with the job, and its command.
@@ -138,7 +138,7 @@ def parse_options(kind_of_options: type[AnyOptions], arguments: Sequence[str] | 
 
 
 class _FromFile(argparse.Action):
-    """Options in a YAML file. What is on the command line wins over the file."""
+    """Options in a YAML file. The command line wins over the file."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         yaml = require("yaml", "yaml", "to read --config")

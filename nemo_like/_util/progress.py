@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Say = Callable[[str], None]  # Takes what has been done so far, in words.
+Say = Callable[[str], None]  # Takes the progress so far, in words.
 
 _SECONDS = 10.0  # Between two lines.
 
@@ -16,7 +16,7 @@ def silent(words: str) -> None:
 
 @contextmanager
 def progress() -> Iterator[Say]:
-    """Give a function that prints what has been done, with the seconds since the start, once in ten seconds at most."""
+    """Give a function that prints the progress, with the seconds since the start, once in ten seconds at most."""
     start = time.monotonic()
     last = start
 

@@ -18,7 +18,7 @@ def accelerator_type() -> str | None:
     return other if initialized is not None and initialized() else None
 
 
-@cache  # what a machine has doesn't change, and this is asked for every region
+@cache  # a machine's devices don't change, and every region calls this
 def _other_accelerator() -> str | None:
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if current is None or current.type == "cuda" else current.type
@@ -33,7 +33,7 @@ def rng_state(generator: torch.Generator | None = None) -> RngState:
 
 
 def set_rng_state(state: RngState) -> None:
-    """Go back, or on, to what `rng_state` returned."""
+    """Go back, or on, to a state from `rng_state`."""
     if len(state) == 2:
         state[0].set_state(state[1])
         return
@@ -48,8 +48,8 @@ def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) ->
 
     Args:
         seed, step: of the run, and the number of the step plus one; 0: before training.
-        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, of which models make
-            choices (what to mask, which layer to leave out).
+        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, from which models
+            make choices (tokens to mask, layers to leave out).
         tp_group: ranks of one number compute the same, and draw alike from torch. Others have other tokens or layers.
     """
     start = (seed * 1_000_003 + step) * 1_000_003

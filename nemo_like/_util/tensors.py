@@ -63,14 +63,15 @@ def _find(value: object, tensors: list[Tensor]) -> None:
 
 def is_wrapped(types: Iterable[type]) -> bool:
     """Return whether an operator was called with a tensor that is made of others, by the types that its dispatch is given:
-    a DTensor, or torchao's float8. A mode that returns ``NotImplemented`` then sees what the operator runs inside."""
+    a DTensor, or torchao's float8. A mode that returns ``NotImplemented`` then sees the operators run inside."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
     """The tensors of a call by their argument and their number in it.
 
-    A number among all of them would not do: layers that are not run leave empty what they fill for one another.
+    A number among all of them would not do: layers that are not run leave the containers empty that they fill for one
+    another.
     """
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
@@ -88,7 +89,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
             return function(leaf)
         if not isinstance(leaf, MutableMapping):
             return leaf
-        copied = copy.copy(leaf)  # no class of pytrees: what hands keys and values from layer to layer is a UserDict
+        copied = copy.copy(leaf)  # no class of pytrees: keys and values pass from layer to layer in a UserDict
         for key, item in leaf.items():
             copied[key] = map_tensors(function, item)
         return copied
@@ -126,7 +127,8 @@ def versions(value: object) -> Any:
 
 
 def storages(tensor: Tensor) -> set[int]:
-    """Return what identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
+    """Return the addresses that identify the memory behind `tensor`, through wrapper subclasses (DTensor, quantised
+    types)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         parts = (getattr(tensor, name) for name in flatten()[0])

@@ -18,7 +18,7 @@ _BYTE_UNITS = (
     | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-# By word, what torch calls the dtype.
+# By word, torch's name of the dtype.
 _DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -61,7 +61,8 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_whole(name: str, value: object, least: int, of: str = "") -> None:
-    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: what it counts."""
+    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: the things it
+    counts."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
 

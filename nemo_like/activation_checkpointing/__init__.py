@@ -1,4 +1,4 @@
-"""Activation checkpointing of given modules: regions, what they keep, and the eager engine. Needs torch alone."""
+"""Activation checkpointing of given modules: regions, tensors they keep, and the eager engine. Needs torch alone."""
 
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn

@@ -25,7 +25,7 @@ from nemo_like.torch_compat import disable_dynamo_lru_cache
 
 @runtime_checkable
 class Placement(Protocol):
-    """A transfer that also takes what a whole module saves for backward, by enclosing the module."""
+    """A transfer that can also take every tensor that a module saves for backward, by enclosing the module."""
 
     def enclose(self, module: nn.Module) -> nn.Module:
         """`module` inside a wrapper that adds no name; `module` itself is not changed."""
@@ -46,7 +46,7 @@ def apply_specs(
             recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
-        What the model now has under each name that `specs` contain.
+        The model's module under each name in `specs`, wrapped or not.
 
     Raises:
         ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing
@@ -89,7 +89,7 @@ def apply_specs(
 
 
 def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:
-    """Raise what `apply_specs` would raise. Changes nothing."""
+    """Raise the errors that `apply_specs` would raise. Changes nothing."""
     _check(_Tree(model), list(specs), compile)
 
 
@@ -132,7 +132,7 @@ class _Tree:
 
 
 def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
-    """Raise where a region names what is not there, what another one has, or what can't be wrapped."""
+    """Raise where a region names a module that is absent, in another region, or can't be wrapped."""
     taken: dict[int, str] = {}
     seen: set[str] = set()
     for spec in specs:

@@ -43,7 +43,7 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
 
 
 class _ForwardContext(ForwardMode):
-    """`ForwardMode` that needs no `Region` to cut what it saved from the graph, nor to note where random numbers are."""
+    """`ForwardMode` that needs no `Region` to cut saved outputs from the graph or to note the random state."""
 
     def __enter__(self) -> _ForwardContext:
         self.rng = rng_state()
@@ -58,7 +58,7 @@ class _ForwardContext(ForwardMode):
 
 
 class _ReplayContext(ReplayMode):
-    """Starts over each time it is entered, so that every recomputation of the region finds what forward saved."""
+    """Starts over each time it is entered, so that every recomputation of the region finds the saved outputs."""
 
     def __init__(self, forward: _ForwardContext) -> None:
         super().__init__(forward.kinds, forward.kept, [], forward.region_name)

@@ -38,14 +38,14 @@ def apply_selective_checkpointing_to_layers(
     policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> None:
-    """Recompute whole layers and save what `policy` decides (default: `SelectivePolicy()`).
+    """Recompute whole layers and save the outputs that `policy` chooses (default: `SelectivePolicy()`).
 
     Args:
         model: the model that holds the layers; changed in place.
         layers: changed in place, so that a caller who keeps the list sees the wrappers.
         has_kv_sharing: layers share keys and values through the cache: fall back to sub-modules, with a warning.
         enable_compile: the layers will be compiled; prepares Dynamo for several micro-batches.
-        policy: what each region keeps.
+        policy: chooses the outputs that each region keeps.
         preserve_rng_state: recompute with the forward's random numbers.
 
     Raises:

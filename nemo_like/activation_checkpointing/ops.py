@@ -1,4 +1,4 @@
-"""The table of operators: what policies, the engine, the tracers and the cost model know about each.
+"""The table of operators: facts about each, for policies, the engine, the tracers and the cost model.
 
 A new attention kernel, collective or allocation is one line in `_ROWS`; a file that defines an operator may `declare` its
 facts there. Everything else reads `facts(op)`. Rows of operators that only some builds of torch or some packages have do no
@@ -136,8 +136,8 @@ _GROUPED = OpFacts(saved=True, flops=grouped_mm)
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
 _FREE = OpFacts(free=True)
 
-# By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an
-# output aliases an input makes an operator free as well.
+# By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain operators that are free as a whole; a schema that states
+# that an output aliases an input makes an operator free as well.
 _ROWS: dict[str, OpFacts] = {
     "aten._scaled_dot_product_cudnn_attention.default": _SDPA,
     "aten._scaled_dot_product_efficient_attention.default": _SDPA,
@@ -168,7 +168,7 @@ _ROWS: dict[str, OpFacts] = {
     "aten.topk.default": OpFacts(saved=True, pinned=True),
     "aten.max.default": OpFacts(saved=True),  # the scale of a low-precision matmul: one number
     # Tensor parallelism's own sum of a row-wise linear is among the saved collectives. Its all-gather (sequence
-    # parallelism) is not: keeping the gathered sequence on every rank would undo what cutting it saves.
+    # parallelism) is not: keeping the gathered sequence on every rank would undo the saving of cutting it.
     "_c10d_functional.all_reduce.default": _COLLECTIVE,
     "_c10d_functional.reduce_scatter_tensor.default": _COLLECTIVE,
     "_c10d_functional.all_to_all_single.default": _COLLECTIVE,
@@ -227,7 +227,7 @@ _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functiona
 
 @functools.cache
 def facts(op: Op) -> OpFacts:
-    """Return what the table and the operator's own schema state about `op`; any operator has facts."""
+    """Return the facts about `op`, from the table and the operator's own schema; any operator has facts."""
     row = _ROWS.get(str(op), OpFacts())
     schema = getattr(op, "_schema", None)
     namespace = getattr(op, "namespace", "")
@@ -245,7 +245,7 @@ def facts(op: Op) -> OpFacts:
 
 
 def declare(name: str, row: OpFacts) -> None:
-    """State what is known of the operator `name` (``namespace.operator.overload``), in the file that defines it."""
+    """State the facts about the operator `name` (``namespace.operator.overload``), in the file that defines it."""
     _ROWS[name] = row
 
 

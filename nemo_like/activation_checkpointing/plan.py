@@ -1,4 +1,4 @@
-"""A plan: for each layer, what to keep; saved and loaded as readable JSON, and checked against the model."""
+"""A plan: for each layer, the outputs to keep; saved and loaded as readable JSON, and checked against the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LayerPlan:
     fqn: str
     """Its name in the original model."""
     signature: str
-    """Digest of its class and parameter shapes: what `Plan.check` compares."""
+    """Digest of its class and parameter shapes, which `Plan.check` compares."""
     label: str
     """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are saved)."""
     held_bytes: int
@@ -60,7 +60,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `nemo_like.planning.plan_for`: one `LayerPlan` per layer call site, and what it was made for."""
+    """The result of `nemo_like.planning.plan_for`: one `LayerPlan` per layer call site, and its settings."""
 
     model: str
     """Class of the model."""
@@ -73,7 +73,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     """One for each layer, in the order of forward."""
     held_bytes: int
-    """All layers together, and what they share, on the device."""
+    """All layers together, and the tensors they share, on the device."""
     none_bytes: int
     """Bytes that the layers would save without checkpointing."""
     full_bytes: int
@@ -87,17 +87,18 @@ class Plan:
     recompute_seconds: float
     """Seconds of these."""
     gap_seconds: float
-    """Proven bound on how much faster any plan for the same bytes could be (see docs for what it leaves out)."""
+    """Proven bound on how much faster any plan for the same bytes could be (see docs for its limits)."""
     step_seconds: float = 0.0
-    """Predicted, by the roofline of the device: one optimizer step on one rank, with what
-    communication adds to it."""
+    """Predicted, by the roofline of the device: one optimizer step on one rank, with the time that communication adds
+    to it."""
     peak: Mapping[str, int] = field(default_factory=dict)
-    """Predicted bytes per rank at the peak of a step, by what they are; their sum is the peak."""
+    """Predicted bytes per rank at the peak of a step, by kind (see `Part`); their sum is the peak."""
     peak_at: str = ""
     """The moment of the step at which the peak is."""
     reserved_bytes: int | None = None
     """Bytes per rank that CUDA's caching allocator is predicted to reserve (`nemo_like.planning.predictions.reserved`);
-    compared with no GPU's. None: not known, with what waits in CPU memory and in pipelines, or another allocator runs."""
+    compared with no GPU's. None: not known, as with tensors in CPU memory, in pipelines, and under another
+    allocator."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""
@@ -165,7 +166,7 @@ class Plan:
                 )
 
     def check_matmuls(self, matmuls: str | None) -> None:
-        """Raise PlanError where linears will multiply in something else than what the plan was made for; `matmuls`: in the
+        """Raise PlanError where linears will multiply in another format than the plan was made for; `matmuls`: in the
         words of `nemo_like.options.Precision.matmuls`."""
         if matmuls != self.matmuls:
             there, here = (f"precision={word!r}" if word else "linears as they are" for word in (self.matmuls, matmuls))
@@ -197,7 +198,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Plan:
-        """Read what `save` wrote, and `check` it against `model`, if given.
+        """Read a plan that `save` wrote, and `check` it against `model`, if given.
 
         Raises:
             PlanError: the file is damaged, of another format, or was made for another model.
@@ -277,7 +278,7 @@ class BudgetError(ValueError):
         return type(self), (str(self), self.smallest_bytes)  # it travels from rank 0 to the others
 
 
-# The parts of what a rank holds in a step: by what it is, and by what would lower it.
+# The parts of a rank's memory in a step: by kind, and by the options that would lower them.
 
 
 class Part(StrEnum):
@@ -315,7 +316,7 @@ GROUPS: Mapping[str, tuple[Part, ...]] = {
     "activations of micro-batches in flight": (Part.MICROBATCHES_IN_FLIGHT,),
     "what stages send and receive": (Part.RECEIVE_BUFFERS, Part.SENT_TENSORS),
 }
-"""Parts by what would lower them."""
+"""Parts by the options that would lower them."""
 
 
 def largest_group(parts: Mapping[str, int]) -> str:

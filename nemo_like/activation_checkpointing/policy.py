@@ -1,4 +1,4 @@
-"""Policies that decide what survives inside a region: small objects with one hook to override.
+"""Policies that decide which outputs survive inside a region: small objects with one hook to override.
 
 A policy is started once per region call, and then decides once per invocation of a *tracked* operator. A region's
 recomputation makes no new decisions: the engine repeats those that forward took.
@@ -28,7 +28,7 @@ class Decision(enum.Enum):
     RECOMPUTE = "recompute"
     """Dropped; recomputation computes it again."""
     SKIP = "skip"
-    """Dropped, and recomputation puts a placeholder without numbers in its place: backward needs neither it nor what is
+    """Dropped, and recomputation puts a placeholder without numbers in its place: backward needs neither it nor tensors
     made of it."""
     HOST = "host"
     """Kept in CPU memory; recomputation takes it back to the device."""
@@ -36,7 +36,7 @@ class Decision(enum.Enum):
 
 SAVE, RECOMPUTE, SKIP, HOST = Decision.SAVE, Decision.RECOMPUTE, Decision.SKIP, Decision.HOST
 
-# (operator, how many times it ran in this region before) → what to do with this output.
+# (operator, how many times it ran in this region before) → the decision for this output.
 Decide = Callable[[Op, int], Decision]
 
 
@@ -195,15 +195,15 @@ def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:
 
 
 class DecisionTable:
-    """A fixed decision for each invocation of each tracked operator: what a plan becomes.
+    """A fixed decision for each invocation of each tracked operator, as made from a plan.
 
     `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. Operators that must never
     be recomputed (`ops.pinned_ops`) are saved even where the table does not list them.
 
     `strict` (the default): a region that runs a listed operator more or fewer times raises `PlanMismatchError`, and a
-    recomputation that needs what was skipped raises `RegionError`. Otherwise such a call, of another batch than the
-    table was made for (its mask takes another branch), saves what still fits, skips nothing and recomputes the rest.
-    That is logged once. The row of an attention kernel then counts for whichever kernel attention is given to.
+    recomputation that needs a skipped output raises `RegionError`. Otherwise such a call, of another batch than the
+    table was made for (its mask takes another branch), saves the outputs that still fit, skips nothing and recomputes
+    the rest. That is logged once. The row of an attention kernel then counts for whichever kernel runs attention.
 
     Raises:
         ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that always draws;

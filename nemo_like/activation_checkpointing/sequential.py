@@ -174,7 +174,8 @@ class _CallsAgain:
 
 
 class _SegmentRegion(Region):
-    """A region whose forward comes in several calls. Saves what enters from outside, and what its policy decides."""
+    """A region whose forward comes in several calls. Saves the tensors that enter from outside, and the outputs that
+    its policy chooses."""
 
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
@@ -201,7 +202,7 @@ class _SegmentRegion(Region):
     def repack(self, tensor: Tensor) -> int:
         index = super().repack(tensor)
         call = self.calls[self._again.index]
-        # Where other regions stop, so that what comes now is done once in forward and no more.
+        # Other regions stop here, so the operators from here on run once, in forward.
         if index == call.packs - 1:
             call.keep_containers(self.tail)
         return index
@@ -236,7 +237,7 @@ class _SegmentRegion(Region):
         return out
 
     def _marked(self, leaf: object) -> Any:
-        """Return what to store of an argument: a mark in the place of an output of the region, else itself."""
+        """Return a mark for an argument that is an output of the region, else the argument itself."""
         if isinstance(leaf, Tensor):
             return self._earlier(leaf) or leaf
         inside = [v for v in getattr(leaf, "__dict__", {}).values() if isinstance(v, Tensor) and v.grad_fn is not None]
@@ -251,7 +252,7 @@ class _SegmentRegion(Region):
         return leaf
 
     def end(self) -> None:
-        """No call comes any more: forget what no recomputation can reach."""
+        """No call comes any more: forget the outputs that no recomputation can reach."""
         if self.complete:
             return
         if self.forward_mode is not None:

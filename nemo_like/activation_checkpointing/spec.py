@@ -1,4 +1,5 @@
-"""`CheckpointSpec`: what is recomputed as one, what is saved of it, where that waits. And the modes, as functions to specs.
+"""`CheckpointSpec`: modules recomputed as one, the outputs saved there, where these wait. And the modes, as functions
+to specs.
 
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """
@@ -30,8 +31,8 @@ class CheckpointSpec:
     members: tuple[str, ...]
     """Names (in the original model) of the modules that are recomputed as one, in the order in which they are called."""
     policy: Policy | None = KEEP_NOTHING
-    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only states where
-    it waits)."""
+    """Policy that chooses the outputs saved inside the region; None: all, so nothing is recomputed (the spec only
+    states where they wait)."""
     transfer: Transfer | None = None
     """Transfer that moves tensors that wait in CPU memory. With ``policy=None``: a `Placement`, which encloses the
     module."""
@@ -150,7 +151,7 @@ def segment_sizes(count: int, segments: int | None = None, weights: Sequence[flo
     return sizes[::-1]
 
 
-# Save, in every mode, what determines which token goes to which expert.
+# Save, in every mode, the tensors that determine which token goes to which expert.
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +175,7 @@ class KeepRouting:
         return None if tracked is None else frozenset(tracked) | routing_ops()
 
     def start(self) -> Decide:
-        """The decisions of `inner`, asked only about what it tracks."""
+        """The decisions of `inner`, called only for operators that it tracks."""
         return _Run(self.inner)
 
 

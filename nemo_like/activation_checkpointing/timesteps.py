@@ -1,8 +1,8 @@
 """Networks unrolled over time: chunks of timesteps as regions, so that memory grows with the chunk and not with time.
 
-Backward through T steps of a cell holds what every step saves. With chunks of c steps it holds the state at each of
-the T / c chunk borders and the steps of one chunk: least for c near sqrt(T), where it is O(sqrt(T)) for one more
-forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, section 4.1).
+Backward through T steps of a cell holds the tensors that every step saves. With chunks of c steps it holds the state at
+each of the T / c chunk borders and the steps of one chunk: least for c near sqrt(T), where it is O(sqrt(T)) for one
+more forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, section 4.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def checkpoint_timesteps(
         chunk_size: timesteps per region; None: the square root of their number.
 
     Returns:
-        (outputs, state): the list of what the steps returned, or for a tensor of inputs their stack, (T, ...); and the
+        (outputs, state): the list of the steps' outputs, or for a tensor of inputs their stack, (T, ...); and the
         state after the last step.
 
     Raises:

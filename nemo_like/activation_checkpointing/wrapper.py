@@ -38,7 +38,7 @@ class Nameless(nn.Module):
 
     def __init__(self, module: nn.Module, *args: object, **kwargs: object) -> None:
         super().__init__(module, *args, **kwargs)
-        # The very dicts: what is put into one of the two modules is in the other.
+        # The very dicts: an entry put into one of the two modules is in the other.
         for registered in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registered] = module.__dict__[registered]
         self._name_type(type(self))
@@ -95,10 +95,10 @@ class Nameless(nn.Module):
             hook(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not the wrapper's own (a flag, a child, a weight, a new attribute) in the module inside.
+        """Set attributes other than the wrapper's own (a flag, a child, a weight, a new one) in the module inside.
 
         On the wrapper it would change nothing, because the module inside reads its own attributes:
-        ``model.layers[0].mlp = adapted`` must be what runs from then on.
+        after ``model.layers[0].mlp = adapted``, `adapted` must run.
         """
         mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
         inner = None if mine else self.__dict__.get("_modules", {}).get(_INNER)
@@ -108,7 +108,7 @@ class Nameless(nn.Module):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete what the wrapper does not have from the module inside."""
+        """Delete an attribute that the wrapper does not have from the module inside."""
         mine = name in self.__dict__ or name in self._modules
         (super().__delattr__ if mine else self._modules[_INNER].__delattr__)(name)
 
@@ -189,8 +189,8 @@ def _class_around(wrapper: type, reported: type, wanted: type) -> type:
     key = (wrapper, reported, wanted)
     if key not in _made:
         bases = tuple(wrapper if base is reported else base for base in wanted.__bases__)
-        # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one would
-        # run the layer past the wrapper.
+        # Only the attributes that FSDP2 adds. transformers puts a forward of its own into every subclass of its layers:
+        # that one would run the layer past the wrapper.
         added = {name: item for name, item in vars(wanted).items() if not hasattr(reported, name)}
         _made[key] = type(wanted.__name__, bases, added)
     return _made[key]
@@ -201,7 +201,7 @@ def _blank(kind: Any, inner: type | None) -> Nameless:
 
 
 def _clean_names(module: nn.Module, keys: Any) -> None:
-    """Put what is missing or unexpected in a loaded state dict into the names that the caller knows."""
+    """Put missing and unexpected keys of a loaded state dict into the names that the caller knows."""
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [name.replace(f"{_INNER}.", "") for name in names]
 
@@ -244,10 +244,10 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         """Wrap `module`.
 
         Args:
-            module: what is recomputed as one region.
+            module: the module to recompute as one region.
             use_reentrant: the older autograd-function form (eager, nothing saved).
             preserve_rng_state: recompute with the forward's random numbers.
-            policy: what is saved inside the region; None saves nothing.
+            policy: chooses the outputs saved inside the region; None saves nothing.
             name: the module's name, for error messages; default: its class name.
             early_stop: end the recomputation at the last tensor that backward needs; None: as `set_early_stop` has set it.
             transfer: how outputs with the decision HOST move; None: synchronous copies.
@@ -345,7 +345,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
 
 
 def check_wrappable(module: nn.Module, policy: Policy, use_reentrant: bool, name: str) -> None:
-    """Raise what `CheckpointWrapper` raises for such arguments."""
+    """Raise the errors that `CheckpointWrapper` raises for such arguments."""
     check_model(module, name or "module")
     if isinstance(module, TorchCheckpointWrapper):
         raise TypeError(
@@ -364,10 +364,10 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     return wrapped_module(module) if isinstance(module, TorchCheckpointWrapper) else module
 
 
-# No one else recomputes what we recompute: found at the call that would switch it on, or else at the next forward.
+# No one else recomputes our regions: found at the call that would switch it on, or else at the next forward.
 #
 # Whoever checkpoints a model after us (a trainer's setting, accelerate's, the model's own) nests one recomputation in
-# another: everything is computed twice more, and what our policy keeps has no effect.
+# another: everything is computed twice more, and the outputs that our policy keeps have no effect.
 
 # Names of models' own checkpointing: transformers, timm.
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")

@@ -1,4 +1,4 @@
-"""Benchmarks: what each mode costs and saves on a model of yours. Timings are reports, never assertions.
+"""Benchmarks: the cost and the saving of each mode on a model of yours. Timings are reports, never assertions.
 
 ``compare_modes(BenchOptions(...))`` gives a `Comparison`. Names are imported on request: the help of the command takes
 the options alone.

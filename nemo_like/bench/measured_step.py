@@ -19,7 +19,7 @@ from nemo_like.profiling.layer_trace import counter_of, run_model
 
 
 def step_loss(model: nn.Module, sample: object) -> torch.Tensor:
-    """Forward: the model's own loss, or the mean of squares of what it returns."""
+    """Forward: the model's own loss, or the mean of squares of its output."""
     output = run_model(model, sample)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -75,7 +75,7 @@ def gradients_of(model: nn.Module, sample: object, seed: int = 0) -> dict[str, t
 
 
 def compare_gradients(wanted: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> str:
-    """``"bitwise"``, the largest difference relative to the largest gradient, or what is missing."""
+    """``"bitwise"``, the largest difference relative to the largest gradient, or the missing names."""
     if wanted.keys() != got.keys():
         missing = sorted(wanted.keys() ^ got.keys())
         return f"{len(missing)} missing ({missing[0]})"

@@ -1,7 +1,7 @@
 """Modes side by side on one model: step time, bytes, gradients.
 
 On a CPU both sides of offloading are main memory. The copying back end copies as a GPU's would, so the bytes are those of a
-GPU. The device's share is what PyTorch allocates besides the slabs. Step times show what the copies cost, not what overlaps.
+GPU. The device's share is PyTorch's memory besides the slabs. Step times show the cost of the copies, without overlap.
 """
 
 import copy
@@ -52,7 +52,7 @@ class MeasuredMode:
 
 
 class SideBySide:
-    """One model in several modes; ``none``, the first, is what the others are compared with.
+    """One model in several modes; the others are compared with ``none``, the first.
 
     A mode that cannot run here has its reason in `notes` instead of a row.
     """
@@ -254,7 +254,7 @@ def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Return what a number depends on besides the code: device, versions, threads, date."""
+    """Return the facts that a number depends on besides the code: device, versions, threads, date."""
     return {
         "device": platform.machine()
         if device.type == "cpu"

@@ -1,4 +1,5 @@
-"""`explain`: what is in a GPU's memory, of a snapshot, a message or a number of bytes; compared with the plan of a model."""
+"""`explain`: the parts of a GPU's memory, by a snapshot, a message or a number of bytes; compared with a model's
+plan."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ def explain(
     device: int | None = None,
     used: int | None = None,
 ) -> Explanation:
-    """Return the parts of a GPU's memory at its peak, those that should not be there, and what lowers it.
+    """Return the parts of a GPU's memory at its peak, those that should not be there, and the changes that lower it.
 
     Args:
         source: the path of a snapshot (``torch.cuda.memory._dump_snapshot``), also gzipped, or of a log with an
             out-of-memory message; the dict of ``torch.cuda.memory._snapshot()``; the message itself; or the bytes that
             nvidia-smi shows, which take a model.
-        model: a module on any device, ``meta`` included, or what ``nemo-like plan --model`` takes: the peak is then
+        model: a module on any device, ``meta`` included, or a name as for ``nemo-like plan --model``: the peak is then
             compared with the planned one.
         job: the job that ran (`nemo_like.Job.of`), with its ``ac`` and ``gpu``. Default: one GPU without checkpointing.
         sample_input: one micro-batch as the model is called with it.
@@ -108,7 +109,7 @@ def _of_snapshot(snapshot: Mapping[str, Any], planned: PlannedJob | None, device
 
 
 def _with_outside(explanation: Explanation, used: int) -> Explanation:
-    """Return it with what `used` has beyond the allocator, where that is more than a context and NCCL take."""
+    """Return it with the bytes of `used` beyond the allocator, where they are more than a context and NCCL take."""
     outside = used - explanation.reserved_bytes
     if outside < _OUTSIDE:
         return explanation
@@ -124,7 +125,7 @@ def _with_outside(explanation: Explanation, used: int) -> Explanation:
 
 
 def explained_message(message: OutOfMemory, planned: PlannedJob | None = None) -> Explanation:
-    """Return the explanation of an out-of-memory message, with what a plan adds to it."""
+    """Return the explanation of an out-of-memory message, with the findings of a plan."""
     lines = words(message)
     peak = message.allocated_bytes or 0
     if planned is not None:

@@ -180,8 +180,8 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
 def _own_process(processes: dict[int, int], reserved: int, used: int | None) -> int | None:
     """Return the number of this process where it is listed as another one, as in a container, which has its own numbers.
 
-    used: all bytes of the GPU that are not free. Where the listed processes leave enough for what torch reserved, this
-    process is not among them.
+    used: all bytes of the GPU that are not free. Where the listed processes leave enough for torch's reserved bytes,
+    this process is not among them.
     """
     if used is not None and used - sum(processes.values()) >= reserved // 2:
         return None

@@ -1,9 +1,9 @@
 """Find the part of a step, the layer and the step of each block of memory, by stacks, order and lifetimes alone.
 
-A block has the part of the phase that made it, and of how long it lived: what backward makes and leaves is a gradient, what
-the optimizer makes and leaves is its state. Of a layer are the blocks that come from one place in the source as often in a
-forward as there are layers. A block from before the recording has a part by evidence alone: its own stack, the one that
-freed it, or sizes equal to those of gradients or states that were recorded.
+A block has the part of the phase that made it, and of how long it lived: a block that backward makes and leaves is a
+gradient, one that the optimizer makes and leaves is its state. Of a layer are the blocks that come from one place in
+the source as often in a forward as there are layers. A block from before the recording has a part by evidence alone:
+its own stack, the one that freed it, or sizes equal to those of gradients or states that were recorded.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Parts:
 
 
 def parts_of(timeline: Timeline) -> Parts:
-    """Return what each block is."""
+    """Return the part, layer and step of each block."""
     allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
     recorded = any(block.frames for block in allocations)
     phases, marks = _read_stacks(allocations, recorded)
@@ -140,7 +140,7 @@ def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
     if phase is Phase.BACKWARD:
         return MemoryKind.GRADIENTS if stays else MemoryKind.OF_BACKWARD
     if phase is Phase.FORWARD:
-        # What backward needs lives until then; what is freed in the first half of what is left of forward was passing.
+        # Blocks for backward live until then; one freed in the first half of the rest of forward was passing.
         short = block.died is not None and block.died - block.born < 0.5 * max(1, end - block.born)
         return MemoryKind.OF_FORWARD if short else MemoryKind.ACTIVATIONS
     return _BY_PHASE[phase]
@@ -181,7 +181,8 @@ def _layers(
 def _begins_again(times: int, count: int, marks: Mapping[Mark, list[int]], allocations: Sequence[Block]) -> bool:
     """Return whether a forward began several times: its first place occurs `times` times, and not for the layers' sake.
 
-    A model may begin with its first layer. Then backward frees in the reverse order what the layers made at one place.
+    A model may begin with its first layer. Then backward frees in the reverse order the blocks that the layers made at
+    one place.
     """
     if times == 1 or times != count:
         return times > 1
@@ -257,7 +258,7 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
 
 
 def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
-    """Return how often each size occurs among what one step makes of a kind, at most."""
+    """Return how often each size occurs among one step's blocks of a kind, at most."""
     steps: dict[int, Counter[int]] = defaultdict(Counter)
     for block, each in named.items():
         if each.kind is kind:

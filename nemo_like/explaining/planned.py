@@ -165,7 +165,8 @@ class PlannedJob:
         return weights_by_model(blocks, parts, self.step.model), compared
 
     def cures(self, peak: int) -> Iterator[Cure]:
-        """Yield the changes that lower the peak, the strongest first; each saves of `peak` what it saves in the plan."""
+        """Yield the changes that lower the peak, the strongest first; each saves as many bytes of `peak` as in the
+        plan."""
         now = self.peak(self.query)
         after = sorted(
             (peak - now + self.peak(query), words) for words, query in self._changed(changes(self.query.job))
@@ -208,7 +209,7 @@ class PlannedJob:
         return dict(sorted(peak_of(self.query, _choices(self.query)).parts.items(), key=lambda part: -part[1]))
 
     def deviations(self) -> Iterator[tuple[str, int]]:
-        """Yield what may have run instead of the job, by one change each, with the bytes of the GPU that it takes."""
+        """Yield the jobs that may have run instead, by one change each, with the bytes of the GPU that they take."""
         job, step = self.query.job, self.query.job.step
         tried = [Change(f"ac={mode!r}", job.change(ac=mode)) for mode in MODES if parse_ac(mode) != job.ac]
         tried += [Change(f"precision={word!r}", job.change(precision=word)) for word in (None, "bf16")]

@@ -1,7 +1,8 @@
 """Read a memory snapshot of PyTorch without running anything that is in it, and put its events in order.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of plain values: segments of the caching allocator with their blocks as
-they are at the end, and for each device the last events before. From both follows what was alive at any of these events.
+they are at the end, and for each device the last events before. From both follow the blocks alive at any of these
+events.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
 
 
 def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device: int = 0) -> Timeline:
-    """Return what a device held, from its blocks at the end back through the events of its `trace`."""
+    """Return the blocks of a device over time, from those at the end back through the events of its `trace`."""
     notes = _overlaps(segments)
     alive = {block.address: block for block in _blocks_at_the_end(segments)}
     done, missing = list[Block](), 0
@@ -253,11 +254,11 @@ def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
     return [f"{crossed} segments overlap or are overfull: the file is damaged."] if crossed else []
 
 
-# A snapshot without what tells whose it is: for sending it to others.
+# A snapshot without names that tell whose it is: for sending it to others.
 
 _SEGMENT = ("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable")
 _BLOCK = ("address", "size", "requested_size")
-# Numbers that are kept; what else a snapshot has is left out.
+# Numbers that are kept; all others of a snapshot are left out.
 _EVENT = ("addr", "size", "stream", "device_free")
 _WORDS = {"segment_type", "state", "action"}
 _OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
@@ -270,7 +271,7 @@ def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
     files are ``script1.py``, ``script2.py``, in the order in which they occur.
 
     Args:
-        snapshot: what `nemo_like.explaining.snapshot.read_snapshot` returned.
+        snapshot: the result of `nemo_like.explaining.snapshot.read_snapshot`.
         path: the file that is written: a pickle of plain values.
     """
     names: dict[str, str] = {}

@@ -77,7 +77,7 @@ def _is_python(filename: str) -> bool:
 
 
 def text_of(frame: Any, key: str) -> str:
-    """Return the text of a frame; what a file has there instead counts as none."""
+    """Return the text of a frame; a value of another type counts as none."""
     value = frame.get(key) if type(frame) is dict else None
     return value if type(value) is str else ""
 
@@ -94,7 +94,7 @@ def python_frames(frames: Frames) -> list[Mapping[str, Any]]:
 
 
 def signature(frames: Frames) -> tuple[tuple[str, int], ...]:
-    """Return files and lines of Python, the outermost first: equal for what equal layers make at one place."""
+    """Return files and lines of Python, the outermost first: equal for blocks that equal layers make at one place."""
     return tuple((text_of(frame, "filename"), line_of(frame)) for frame in reversed(python_frames(frames)))
 
 
@@ -195,7 +195,7 @@ def operator_of(frames: Frames) -> str:
 
 
 def place_of(frames: Frames, sources: Sources | None = None) -> str:
-    """Return the file and line of what called PyTorch, with its class where the source is at hand."""
+    """Return the file and line of the call to PyTorch, with its class where the source is at hand."""
     telling = _telling(frames)
     mine = (f for f in telling if not in_package(text_of(f, "filename")).startswith("torch/"))
     frame = next(mine, telling[0] if telling else None)

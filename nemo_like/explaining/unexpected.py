@@ -47,7 +47,7 @@ class Unexpected:
 
 
 def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
-    """Return what should not be alive at the peak, the largest first."""
+    """Return the causes of memory that should not be alive at the peak, the largest first."""
     begins: dict[int, int] = {}
     for block, each in parts.named.items():
         if each.phase is Phase.FORWARD and block.born > BEFORE:
@@ -250,8 +250,8 @@ def cures_of(timeline: Timeline, parts: Parts) -> list[Cure]:
 def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
     """Recompute layers: their activations are gone from the end of their forward to their backward, but for one each.
 
-    What stays is the last tensor of a layer, which is the input of the next one. What recomputing makes and frees again at
-    once is not counted.
+    The last tensor of a layer stays: it is the input of the next one. Tensors that recomputing makes and frees again at
+    once are not counted.
     """
     layers: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block, each in parts.named.items():
@@ -277,7 +277,8 @@ def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
 
 
 def reserved_if_expandable(timeline: Timeline, memory: int) -> int | None:
-    """Return what a GPU of so many bytes reserves for the recorded allocations in expandable segments; None: it runs out."""
+    """Return the bytes that a GPU with `memory` bytes reserves for the allocations in expandable segments; None: it
+    runs out."""
     allocator = CachingAllocator(AllocatorConfig(expandable_segments=True), memory)
     at_event: list[list[tuple[bool, Block]]] = [[] for _ in range(len(timeline.trace) + 1)]
     for block in timeline.blocks:

@@ -1,4 +1,4 @@
-"""CPU tensors run the operators that CUDA would: for tracing what a GPU will do where there is none.
+"""CPU tensors run the operators that CUDA would: for tracing a GPU's operators where there is none.
 
 A few composite operators are other kernels on CUDA than on the CPU: attention, dropout, RMS norm, batch norm, softmax
 of float16; and autocast there keeps other operators in float32. `CudaOps` answers those calls with CUDA's operators,
@@ -218,7 +218,7 @@ def autocast_of_cuda_on_cpu() -> Iterator[None]:
 
 
 def _in_float32(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return what CUDA's autocast makes of the arguments of `name`."""
+    """Return the arguments of `name` as CUDA's autocast casts them."""
     if not any(t.dtype in _HALF for t in tensors_in((args, kwargs))):
         return args, kwargs
     if name in _WITH_DTYPE:
@@ -232,7 +232,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if eligible and tensor.dtype != dtype else tensor
 
 
-# Which kernel CUDA gives attention to, and what `scaled_dot_product_attention` runs around it, on CPU tensors.
+# The kernel that CUDA gives attention to, and the operators of `scaled_dot_product_attention` around it, on CPU
+# tensors.
 #
 # The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.13 to 2.15) for dense tensors on NVIDIA GPUs from compute
 # capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they are when attention is called.
@@ -269,7 +270,8 @@ class Call:
 
 
 def backend(call: Call, capability: tuple[int, int]) -> str:
-    """``"flash"``, ``"mem_efficient"``, ``"cudnn"`` or ``"math"``: what a GPU of this compute capability would take."""
+    """``"flash"``, ``"mem_efficient"``, ``"cudnn"`` or ``"math"``: the kernel that a GPU of this compute capability
+    would take."""
     able = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: lambda *_: True}
     for name in _order(capability):
         if SWITCH_READERS[name]() and able[name](call, capability):
@@ -339,7 +341,7 @@ def _order(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def _fits_all(call: Call, *, groups: bool) -> bool:
-    """Return whether the call meets what every fused kernel requires."""
+    """Return whether the call meets the requirements of every fused kernel."""
     query, key, value = call.tensors
     rows = all(t.dim() == 4 and t.shape[2] > 0 and t.stride(-1) == 1 for t in call.tensors)
     if not rows or not query.shape[0] == key.shape[0] == value.shape[0]:

@@ -19,7 +19,7 @@ from nemo_like.torch_compat import HOOKS
 SMALL = 1 << 20
 _MARK = "_nemo_like_copy"
 _ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
-# Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`.
+# Their hooks are part of a model's computation: old weight norms, `enable_input_require_grads`.
 _LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 
 
@@ -28,8 +28,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
 
     Modules, attributes, generators and configs are new objects, tied and shared ones once. Parameters are new ones with the
     old memory. So are large tensors, which a run on fake tensors does not write to; with `runs_kernels`, all tensors but
-    parameters have memory of their own. Hooks that callers have put on are left off. What cannot be copied (a lock, a
-    process group) is shared.
+    parameters have memory of their own. Hooks that callers have put on are left off. Objects that cannot be copied (a
+    lock, a process group) are shared.
 
     Raises:
         ValueError: a module has a generator as an attribute, which a run would advance.
@@ -96,7 +96,7 @@ def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
 
 
 def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` with new leaves of the same memory for its parameters; what is one tensor under two names stays one."""
+    """`state` with new leaves of the same memory for its parameters; a tensor under two names stays one."""
     leaves = {
         id(t): t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t for t in state.values()
     }
@@ -104,7 +104,7 @@ def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return what `module` returns with the tensors of `state` in the place of its own."""
+    """Return the output of `module` with the tensors of `state` in the place of its own."""
     with with_state(module, state):
         return module(*args, **kwargs)
 
@@ -166,7 +166,7 @@ def _copied(value: object, memo: dict[int, Any]) -> Any:
 
 
 def _by_parts(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what has a part that cannot be copied: this part is shared."""
+    """A copy of an object with a part that cannot be copied: this part is shared."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item, memo) for item in value)
     if type(value) is dict:
@@ -179,7 +179,7 @@ def _by_parts(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
-    """`function`, as a ``forward`` that was put on one module, with copies of what its closure has."""
+    """`function`, as a ``forward`` that was put on one module, with copies of the objects in its closure."""
     if not function.__closure__:
         return function
     if id(function) not in memo:

@@ -48,10 +48,10 @@ def _to_default(variable: contextvars.ContextVar[Any]) -> None:
         )
 
 
-# Functions of a model's code that remember what they returned: `functools.lru_cache` around a table of positions.
+# Functions of a model's code that remember their results: `functools.lru_cache` around a table of positions.
 #
-# Their tables stay for the life of the process. A run on fake tensors must neither read what a real step left there nor
-# leave fake tensors for the next one, and has to count what stays.
+# Their tables stay for the life of the process. A run on fake tensors must neither read tensors that a real step left
+# there nor leave fake ones for the next, and has to count those that stay.
 
 
 _NO_MODELS = ("builtins", "abc", "typing", "torch", "nemo_like")  # Packages whose classes are of no model.
@@ -60,7 +60,7 @@ _NO_MODELS = ("builtins", "abc", "typing", "torch", "nemo_like")  # Packages who
 class RememberedTables:
     """Each of these functions with a memory of its own, empty at first, wherever this context is entered.
 
-    What they remember inside stays with this object; what they remembered before is theirs again outside.
+    Results remembered inside stay with this object; those from before are the functions' again outside.
 
     Args:
         model: whose classes, and the Python modules of these, are looked through; None: nothing is.

@@ -20,7 +20,7 @@ class Aim(NamedTuple):
     """The purpose of a run without values, in the words of an error."""
 
     cannot: str
-    instead: str  # A sentence: what to do then.
+    instead: str  # A sentence: advice for the user.
 
 
 PLAN = Aim("cannot be planned", "Use a mode instead of a budget, such as 'selective'.")
@@ -28,8 +28,8 @@ STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, c
 
 
 def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
-    """Errors of a forward pass of `model` without values as ValueErrors that state why, and what to do; `given`: its
-    input."""
+    """Errors of a forward pass of `model` without values as ValueErrors that state the reason and a way out; `given`:
+    its input."""
     return without_values(
         f"{type(model).__name__} {aim.cannot}: its forward",
         model,
@@ -46,18 +46,18 @@ def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractCont
 def without_values(
     who: str, module: nn.Module | None = None, aim: Aim = PLAN, otherwise: Callable[[Exception], str] | None = None
 ) -> Iterator[None]:
-    """Raise as a ValueError what a step without values raises: a look at values that are not there, or what the code
-    cannot do.
+    """Raise the errors of a step without values as ValueErrors: a look at absent values, or a limit of the model's
+    code.
 
     Args:
         who: begins the sentence: who looks.
         module: the model, or the part of it, that runs.
-        aim: what for.
+        aim: the purpose.
         otherwise: makes the message of an error that is not a look at values; default: that the code cannot do it.
     """
     try:
         yield
-    except Exception as error:  # the model's code raises what it likes
+    except Exception as error:  # the model's code may raise anything
         look = _look_behind(error)
         if look is not None:
             raise ValueError(

@@ -47,13 +47,13 @@ class FakeRun(TorchDispatchMode):
     exporter's branch, and the block would be called with another mask than in training. Up to `SMALL` elements,
     integers and booleans (token ids, positions) and numbers made of these and of constants alone (masks) are therefore
     real here; whatever touches a weight or is large is fake. A single random number is 1: models draw one to leave out
-    a layer now and then (layer drop), and what is planned for is a step that runs them all.
+    a layer now and then (layer drop), and the planned step runs them all.
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
-    would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
-    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Context variables are put back,
-    too; what else the model's code changes outside of the model stays. Where weights of `model` are split over a
-    `nemo_like.fake.ranks.fake_mesh`, it is its first rank that runs.
+    would run (see `CudaOps`). Results that functions of `model` remember from call to call are the run's own
+    (`tables`), and random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Context
+    variables are put back, too; other changes of the model's code outside of the model stay. Where weights of `model`
+    are split over a `nemo_like.fake.ranks.fake_mesh`, it is its first rank that runs.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FakeRun(TorchDispatchMode):
         if inputs and all(_small(t) for t in inputs) and (_shaped_by_values(func) or not _returns_tensor(func)):
             return func(*args, **kwargs)  # a question about values, and the values are there
         if ops.facts(func).free and inputs and not written and not _allocates(func):
-            return func(*args, **kwargs)  # a view shares the storage of what is there
+            return func(*args, **kwargs)  # a view shares an existing storage
         with self.fake:
             shaped = func(*args, **kwargs)
         outputs = tensors_in(shaped)
@@ -254,7 +254,8 @@ def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tupl
 
 
 def _in_rows(of_input: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes the layout of what comes in."""
+    """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes the layout of the incoming
+    gradient."""
     rows = None if of_input is None else torch.empty_like(of_input, memory_format=torch.contiguous_format)
     return rows, *others
 
@@ -266,12 +267,12 @@ _RMS_NORM: dict[Any, Callable[..., Any]] = {
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
-# These return what they are given; torch's rules for fake tensors make another one.
+# These return their argument; torch's rules for fake tensors make another one.
 ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 _BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
-# Not `zeros`: models fill those with what they compute.
+# Not `zeros`: models fill those with results.
 _CONSTANTS = frozenset(
     (
         torch.ops.aten.ones.default,

@@ -81,7 +81,7 @@ def get_lora_act_offloading_ctx_manager(
 ) -> OffloadActivations:
     """The offloading context for `model`, which may be a PEFT model. Make it once, enter it in each training step.
 
-    The output head, and what follows it (the loss), is left out: backward starts there, and its tensors would only go
+    The output head, and all after it (the loss), is left out: backward starts there, and its tensors would only go
     and come.
 
     Args:
@@ -165,7 +165,7 @@ class ActivationOffloadingMixin:
 
 
 def offloading_context(model: nn.Module | None, setting: Any) -> Any:
-    """Return what ``activation_offloading=`` means for `model`: an offloader, or a `NoOpManager`.
+    """Return the context for ``activation_offloading=`` of `model`: an offloader, or a `NoOpManager`.
 
     Raises:
         ValueError, TypeError: an unknown setting.

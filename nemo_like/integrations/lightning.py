@@ -25,8 +25,7 @@ _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 
 
 def parallelize_fn(**settings: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
-    """Return what `ModelParallelStrategy` takes: a function of the model and Lightning's mesh that returns the sharded
-    model.
+    """Return a function for `ModelParallelStrategy`: of the model and Lightning's mesh, it returns the sharded model.
 
     Called again with a model that it has made (Lightning calls ``configure_model`` for fitting and for validation), the
     function returns the model as it is. One on the meta device is given memory and initialised.

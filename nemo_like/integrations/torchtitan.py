@@ -27,7 +27,7 @@ def activation_checkpoint(ac: object = "selective", *, sample_input: object = No
     Args:
         ac: as for `nemo_like.parallelize`: a mode, a budget, a `Plan` or the path of a saved one (``*.json``), or a policy
             object.
-        sample_input: what one rank gives to the model in a step; needed by budgets.
+        sample_input: one rank's input to the model in a step; needed by budgets.
 
     Raises:
         MissingExtraError: torchtitan is not installed.
@@ -63,7 +63,7 @@ def _apply(model: nn.Module, config: Any) -> None:
             "forward's random numbers, and compares recomputation and forward in the first step. Leave them as they are."
         )
     saved = isinstance(config.ac, str) and config.ac.endswith(".json")
-    # torchtitan compiles the blocks afterwards, or does not; what is wrapped is the same.
+    # torchtitan compiles the blocks afterwards, or does not; the same modules are wrapped.
     apply_activation_checkpointing(
         model, Plan.load(config.ac) if saved else config.ac, compile=True, sample_input=config.sample_input
     )

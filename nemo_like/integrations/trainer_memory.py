@@ -1,4 +1,5 @@
-"""Memory of a Trainer's job: the largest batch before the first step, and what lowers the peak where memory runs out."""
+"""Memory of a Trainer's job: the largest batch before the first step, and changes that lower the peak where memory runs
+out."""
 
 import copy
 from collections import deque
@@ -32,7 +33,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     """Run forward and backward of a trainer's largest batch, so that memory runs out now rather than in hours.
 
     The optimizer's state, which its first step makes, is in memory meanwhile. With gradient accumulation a second pass finds
-    the gradients of the first. Weights, buffers, random states and what the trainer counts are afterwards as before.
+    the gradients of the first. Weights, buffers, random states and the trainer's counts are afterwards as before.
 
     Args:
         model: as accelerate prepared it.
@@ -108,12 +109,12 @@ def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> AbstractCon
 
 
 def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
-    """Return what a step needs by its plan, and the changes that lower it, as arguments of the trainer.
+    """Return the bytes that a step needs by its plan, and the changes that lower them, as arguments of the trainer.
 
     Args:
         trainer: the trainer, whose largest batch is planned.
         model: its model on the meta device, as before it was checkpointed and sharded.
-        job: what it runs.
+        job: the job that it runs.
     """
     query = query_of(model, call_of_model(trainer, largest_batch(trainer)), job)
     peak = peak_under(query)

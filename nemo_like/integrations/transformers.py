@@ -170,7 +170,7 @@ def checkpoint_for_trainer(
 
 
 def _settings(args: object, ac: object, scope: object, loss: object) -> tuple[Any, Any, Any]:
-    """Return these settings, and where one is None what the training arguments have."""
+    """Return these settings; where one is None, that of the training arguments."""
     return (
         getattr(args, "ac", "none") if ac is None else ac,
         getattr(args, "ac_scope", "all") if scope is None else scope,
@@ -186,7 +186,8 @@ class CheckpointingMixin:
     With ``cp``, groups of that many ranks share each batch and split its sequences (`nemo_like.parallelize`). A budget
     is planned for the largest batch of the training set (or ``ac_sample_input``), as accelerate shards and casts it. Works
     with ``model_init`` and with PEFT models. With ``loss="chunked"``, `output.logits` is None in training and whole in
-    evaluation, as `compute_metrics` needs them. Where memory runs out in a step, the error has what lowers the peak.
+    evaluation, as `compute_metrics` needs them. Where memory runs out in a step, the error has the changes that lower
+    the peak.
 
     Raises:
         ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
@@ -389,7 +390,7 @@ def _refuse_unread(args: object, name: str, off: object, reader: str) -> None:
         )
 
 
-# What TRL's trainers do to a model before it is checkpointed.
+# Changes that TRL's trainers make to a model before it is checkpointed.
 
 
 def takes_log_probs_in_chunks(model: nn.Module) -> bool:

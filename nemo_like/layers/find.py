@@ -52,10 +52,11 @@ def find_layers(
 ) -> tuple[Layer, ...]:
     """The repeated layers of `model`, in registration order, none nested in another and each object once.
 
-    In this order: `layers`, if given; else what a Hugging Face model declares (subclasses of its checkpointable layer
-    class and ``_no_split_modules``, read as attributes), and the homogeneous runs (`ModuleList`, `ModuleDict`,
-    digit-keyed children, `nn.Sequential`) of the parts that declare nothing. Nothing is called or allocated, so models
-    on the meta device, compiled, checkpointed, adapted (PEFT) and sharded (FSDP2) models work alike.
+    In this order: `layers`, if given; else the classes that a Hugging Face model declares (subclasses of its
+    checkpointable layer class and ``_no_split_modules``, read as attributes), and the homogeneous runs (`ModuleList`,
+    `ModuleDict`, digit-keyed children, `nn.Sequential`) of the parts that declare nothing. Nothing is called or
+    allocated, so models on the meta device, compiled, checkpointed, adapted (PEFT) and sharded (FSDP2) models work
+    alike.
 
     Args:
         model: any module.
@@ -181,7 +182,7 @@ def _no_split_names(model: nn.Module) -> frozenset[str]:
 
 
 def _nothing_found(model: nn.Module) -> str:
-    """The message of the error: every list in the model, what it holds, and how to name it."""
+    """The message of the error: every list in the model, its members, and how to name it."""
     lists, weights = [], dict[str, int]()
     for fqn, module in bare_modules(model):
         members = [class_of(child).__name__ for _, child in bare_children(module)]
@@ -280,7 +281,7 @@ def _refuse_overlap(chosen: list[tuple[str, nn.Module]]) -> None:
 
 # Which of the layers found a caller means: a modality scope.
 
-# "multimodal" is what multimodal users call everything that is not the language model.
+# "multimodal" is the users' word for everything that is not the language model.
 _SCOPES = {"all": GROUPS, "multimodal": ("vision", "audio"), **{group: (group,) for group in GROUPS}}
 
 
@@ -294,12 +295,12 @@ def select_layers(layers: Sequence[Layer], scope: str | Iterable[str] = "all") -
     """The layers of `found` in `scope`, in their order.
 
     Args:
-        layers: what `find_layers` returned.
+        layers: the layers from `find_layers`.
         scope: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"other"``, ``"multimodal"`` (vision and audio),
             or a list of these.
 
     Raises:
-        ValueError: a scope is unknown, or nothing is left; the message lists what there is.
+        ValueError: a scope is unknown, or nothing is left; the message lists the groups of the layers.
         TypeError: `scope` is neither a string nor a list of strings.
     """
     wanted = {group for word in _parse_scope(scope) for group in _SCOPES[word]}

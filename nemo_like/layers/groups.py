@@ -16,7 +16,7 @@ _WORDS = {
     "audio": re.compile(r"audio|speech|acoustic|wav|codec\b|\bmel\b|sound|vocoder", re.IGNORECASE),
     "language": re.compile(r"language|text|\bl?lm\b|thinker|talker", re.IGNORECASE),
 }
-# What a Hugging Face model declares that it takes, in its class attributes `input_modalities` and `main_input_name`.
+# The inputs that a Hugging Face model declares, in its class attributes `input_modalities` and `main_input_name`.
 _MODALITIES = {"image": "vision", "video": "vision", "text": "language", "audio": "audio", "time": "other"}
 _MAIN_INPUTS = {
     "pixel_values": "vision",
@@ -26,7 +26,7 @@ _MAIN_INPUTS = {
     "spectrogram": "audio",
     "past_values": "other",
 }
-# Names of embeddings that look up no token ids: positions, times, kinds, and what graphs are made of.
+# Names of embeddings that look up no token ids: positions, times, kinds, and the parts of graphs.
 _NO_TOKENS = re.compile(
     r"pos|time|step|label|class|type|rel|bias|node|edge|atom|bond|degree|freq|seg|quer", re.IGNORECASE
 )
@@ -38,8 +38,8 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
     """The group of each of the layers `fqns` of `root`.
 
     The ancestor nearest to the layer that tells something decides: by the words in its name (``vision_tower``), by
-    owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
-    Face encoder declares to take, or by the words in its class name.
+    owning a token embedding (language: this tells a speech model's text decoder from its encoder), by the inputs that a
+    Hugging Face encoder declares, or by the words in its class name.
 
     Where nothing tells anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
     `vocab_size` or an `eos_token_id` in its config, takes ``input_ids``, or embeds ids. Else it is ``vision`` in a model
@@ -98,7 +98,7 @@ def _takes_text(module: nn.Module) -> bool:
 def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
     """Return whether a part next to the way to `layer` looks ids up in an embedding.
 
-    What an embedding is for is not in its size: a byte-level vocabulary has 256 rows, and a table of positions has
+    The purpose of an embedding is not in its size: a byte-level vocabulary has 256 rows, and a table of positions has
     thousands. So names decide. An embedding in a part with a list of its own, as a text encoder is, belongs to that part.
     """
     on_the_way = {id(module) for module in (*ancestors, layer)}

@@ -1,4 +1,4 @@
-"""Read from a module's structure what it *is*: a block, a container of siblings, or neither.
+"""Tell from a module's structure its kind: a block, a container of siblings, or neither.
 
 Nothing here looks for the classes of any library; the words looked for are the field's own (norm, attention, mixer).
 """
@@ -19,7 +19,7 @@ _DECLARED_BASE = "GradientCheckpointingLayer"
 
 
 def unadapted(module: nn.Module) -> nn.Module:
-    """The module inside every wrapper and adapter: adapters have what they adapt as ``base_layer``."""
+    """The module inside every wrapper and adapter: adapters have the adapted module as ``base_layer``."""
     inner = bare(module)
     while (adapted := inner._modules.get("base_layer")) is not None:
         inner = bare(adapted)
@@ -143,8 +143,8 @@ def blocks_in_series(parent: nn.Module, series: list[nn.Module], *, strict: bool
 
     A run repeats a class, or (one-layer models, pipeline splits) is a list of a single block. Where a class repeats in
     a list, the other members with parameters belong to it too: hybrid models mix attention, state-space and
-    convolution blocks in one list. An `nn.Sequential` may also hold the embedding and the head, so only what repeats
-    counts there.
+    convolution blocks in one list. An `nn.Sequential` may also hold the embedding and the head, so only repeated
+    classes count there.
     """
     looks_right = is_strict_block if strict else is_plain_block
     blocks = [child for child in series if looks_right(child)]

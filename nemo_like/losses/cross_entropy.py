@@ -72,7 +72,7 @@ def chunked_cross_entropy(
         ignore_index: the label of tokens that do not count.
         reduction: ``"mean"`` over all tokens that count (NaN where none does), ``"sum"``, or ``"none"``: the shape of
             `labels`, 0 where a token does not count.
-        num_items: with ``"mean"``, what the sum is divided by instead of the number of tokens that count.
+        num_items: with ``"mean"``, the divisor of the sum instead of the number of tokens that count.
         shift: token t is to predict label t + 1, along the last dimension of `labels`.
         label_smoothing: share of the target that is spread over the vocabulary, 0 to 1.
         z_loss: weight of ``logsumexp(logits) ** 2``, added per token.
@@ -125,7 +125,7 @@ def chunked_log_probs(
 ) -> Tensor:
     """Log-probability of each label under ``softmax(head(hidden) / temperature)``, for preference losses.
 
-    Backward runs the head once more, because what a loss makes of single tokens is known only then.
+    Backward runs the head once more, because the gradients of single tokens are known only then.
 
     >>> head = torch.nn.Linear(8, 100)
     >>> chunked_log_probs(torch.randn(2, 5, 8), head, torch.randint(100, (2, 5))).shape
@@ -133,7 +133,7 @@ def chunked_log_probs(
 
     Args:
         hidden, head, labels, chunk_tokens, ignore_index, shift, logit_softcap, logit_scale, options, parameters: as for
-            `chunked_cross_entropy`; the temperature divides what the soft cap gives.
+            `chunked_cross_entropy`; the temperature divides the output of the soft cap.
 
     Returns:
         float32, the shape of `labels`; 0 where the label is `ignore_index` (with `shift`, also in the last place).
@@ -255,7 +255,7 @@ def _check_num_items(num_items: object) -> None:
 
 
 def _shape(scale: float | None, cap: float | None, temperature: float = 1.0) -> Shape:
-    """Return what is done to the logits, if anything."""
+    """Return the scale, soft cap and temperature of the logits."""
     for name, value in (("logit_softcap", cap), ("temperature", temperature)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value!r}; it must be > 0.")
@@ -277,7 +277,7 @@ class ChunkedCall:
     head: Head
     rows: CrossEntropyRows
     options: ChunkedLoss
-    unit: Any  # The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls.
+    unit: Any  # The module whose FSDP2 hooks have gathered the head's parameters: the head, or one that `head` calls.
 
     def __post_init__(self) -> None:
         if not callable(self.head):
@@ -377,7 +377,7 @@ class LossInForward(torch.autograd.Function):
 
 
 class LossesInBackward(torch.autograd.Function):
-    """The losses of single tokens. What weighs them is known in backward only, which runs the head once more."""
+    """The losses of single tokens. Their weights are known in backward only, which runs the head once more."""
 
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, hidden: Tensor, *params: Tensor) -> Tensor:
@@ -409,7 +409,7 @@ def _refuse_second_derivatives() -> None:
 
 
 def _random_numbers_of_now(tensor: Tensor) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context in which dropout inside a head draws what it draws now: in backward what it drew in forward."""
+    """Return a context in which dropout inside a head draws the same as now: in backward, the numbers of forward."""
     cpu, (ids, states), kind = torch.get_rng_state(), get_device_states(tensor), tensor.device.type
 
     @contextlib.contextmanager

@@ -62,7 +62,7 @@ class AutogradHead:
             return tensor
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-            # The hooks also keep what outer ones (offloading) would do with every saved tensor away from a chunk.
+            # The hooks also keep outer ones (offloading) away from the tensors saved in a chunk.
             leaf = hidden.detach().requires_grad_()
             output = self._head(leaf)
         self._graph = (leaf, output)
@@ -170,13 +170,13 @@ class LinearHead:
             total[some].addmm_(gradient[:, some].t().to(total.dtype), wide)
 
 
-# Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what takes the place of CUDA's.
+# Devices whose products of 16 bits can be added to a float32 sum; of the CPU, the code in the place of CUDA's.
 _SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
 
 
 def _few(sparse: SparseGradient | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The entries in parts, (tokens of the chunk, columns, values), so small that a row of the weight, (V, D), for each
-    takes 1/64 of what the chunk's logits take; on an accelerator in one part, which takes D / V of them."""
+    takes 1/64 of the bytes of the chunk's logits; on an accelerator in one part, which takes D / V of them."""
     if sparse is not None:
         parts = 1 if on_accelerator(weight) else max(1, -(-64 * weight.shape[1] // max(1, len(weight))))
         for rows in pieces(len(sparse.value), max(1, len(sparse.value) // parts), sparse.value):

@@ -1,4 +1,4 @@
-"""`loss="chunked"` for whole models: ``model(**batch).loss`` is what it was, and the logits never exist.
+"""`loss="chunked"` for whole models: ``model(**batch).loss`` is unchanged, and the logits never exist.
 
 While a model in training mode is called with labels, its head answers with `DeferredLogits`.
 """
@@ -23,7 +23,7 @@ from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls, shape_only
 
-# Logits that are not computed yet: they note what a model does with them, and let its cross entropy compute in chunks.
+# Logits that are not computed yet: they note a model's operators on them, and let its cross entropy compute in chunks.
 #
 # A model that is called with labels puts its hidden states through a head and gives the logits to a loss. In between it
 # changes the logits a little (a soft cap, a scale, a cast, a shift by one token). Here nothing of that is looked up in a
@@ -64,7 +64,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Way in which deferred logits are computed: the call of the head, and what was done to them since."""
+    """Way in which deferred logits are computed: the call of the head, and the operators on them since."""
 
     call: HeadCall
     hidden: Tensor  # (..., D): the hidden states of the tokens that are left, in the shape that they have now.
@@ -118,7 +118,7 @@ class DeferredLogits(Tensor):
         return func(*plain[0], **plain[1])
 
 
-# Methods that ask what a tensor looks like.
+# Methods that read a tensor's shape, type or device.
 _LOOKS = {
     "size",
     "dim",
@@ -145,7 +145,7 @@ def _plain(value: Any, reason: str) -> Any:
     return value
 
 
-# Function that returns what an operator makes of deferred logits, its first argument; None: the logits are needed.
+# Function that returns an operator's output for deferred logits, its first argument; None: the logits are needed.
 Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -255,7 +255,8 @@ def _getitem(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _cross_entropy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of deferred logits, in chunks; None where it requires what chunks do not know."""
+    """`torch.nn.functional.cross_entropy` of deferred logits, in chunks; None where it has arguments that chunks do not
+    know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     arguments = dict(zip(names, args)) | dict(kwargs)
     logits, labels = arguments["input"], arguments["target"]
@@ -280,7 +281,8 @@ def _cross_entropy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _shaped_head(recipe: Recipe) -> tuple[Head, Shape]:
-    """The head and what follows it: as numbers where it is a scale and a soft cap, else as operators of the head."""
+    """The head and the operators after it: as numbers where it is a scale and a soft cap, else as operators of the
+    head."""
     factors, capped = [1.0, 1.0], 0
     known = all(isinstance(step, Scale) or step is torch.tanh for step in recipe.values)
     if known and recipe.values.count(torch.tanh) <= 1:
@@ -326,15 +328,15 @@ _RULES: dict[str, Rule] = {
 _MARK = "_nemo_like_chunked_loss"
 # Names of the argument with which a model computes its own loss.
 LABELS = ("labels", "targets", "target", "shift_labels")
-# The argument by which a model of transformers is given what to divide the sum of its losses by.
+# The argument by which a model of transformers is given the divisor of the sum of its losses.
 ITEMS = "num_items_in_batch"
 
 
 def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     """Have `model` compute its loss in chunks whenever it is called with labels in training mode. In place; returns it.
 
-    Call it before FSDP2 or DDP. ``output.logits`` is None in such calls. What is done with the logits is seen at each
-    call; where it is more than casts, scales, soft caps, added constants and a choice of tokens before
+    Call it before FSDP2 or DDP. ``output.logits`` is None in such calls. Operators on the logits are noted at each
+    call; where they are more than casts, scales, soft caps, added constants and a choice of tokens before
     `torch.nn.functional.cross_entropy`, the whole logits are made, and this is logged once.
 
     Args:
@@ -365,8 +367,9 @@ def loss_hooks(model: nn.Module, options: ChunkedLoss) -> LossHooks:
 
 @contextlib.contextmanager
 def chunked_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Within it, what `chunk_model_loss` was called with in `model` (itself, or a module inside) computes its loss in chunks
-    in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are left as they are."""
+    """Within it, the modules in `model` (itself, or inside) that `chunk_model_loss` has changed compute their loss in
+    chunks in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are left as they
+    are."""
     every = [hooks for module in model.modules() if isinstance(hooks := getattr(module, _MARK, None), LossHooks)]
     before = [hooks.in_evaluation for hooks in every]
     for hooks in every:

@@ -1,7 +1,7 @@
 """The computation on the logits of one chunk: a loss per token in float32, and its gradient, over the logits.
 
-A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself. What one operator has
-written is then in the cache when the next one reads it.
+A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself. The output of one
+operator is then in the cache when the next one reads it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Shape:
             gradient.mul_(self.scale)
 
 
-# What labels mean to the losses of PyTorch and transformers.
+# The meaning of labels to the losses of PyTorch and transformers.
 
 IGNORED = -100  # The label that counts for nothing, as `F.cross_entropy` has it.
 
@@ -149,7 +149,7 @@ class CrossEntropyRows:
 
     Args:
         labels: (tokens,) int64.
-        backend: the compiler of what is done with a block; None: none.
+        backend: the compiler of the computation on a block; None: none.
     """
 
     def __init__(

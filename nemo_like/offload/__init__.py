@@ -1,4 +1,4 @@
-"""Host placement: what autograd or an engine keeps for backward waits in CPU memory. Needs torch alone."""
+"""Host placement: tensors that autograd or an engine keeps for backward wait in CPU memory. Needs torch alone."""
 
 from nemo_like.offload.offloader import (
     HostPolicy,

@@ -181,7 +181,7 @@ class HostPool:
                 return None
         try:
             slab = self._allocate(wanted)
-        except (RuntimeError, MemoryError) as error:  # what torch raises when pinning or allocating fails
+        except (RuntimeError, MemoryError) as error:  # torch's errors when pinning or allocating fails
             self.refusal = f"{wanted} bytes of CPU memory were refused ({str(error).splitlines()[0]})"
             return None
         self.reserved_bytes += wanted

@@ -1,6 +1,7 @@
 """Handles, which autograd saves in place of tensors. A handle owns its data; nothing looks tensors up by id.
 
-So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it saved.
+So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees its saved
+tensors.
 """
 
 import weakref
@@ -130,8 +131,8 @@ class SubclassHandle:
 class ChosenHandle:
     """An operator's output that an engine chose, before autograd has seen it.
 
-    Unlike a saved tensor it may be changed in place later, if `before_change` is called first; what was chosen stays. It
-    stays on the device until `start`: an engine drops what turns out to be needless, and that need not be copied.
+    Unlike a saved tensor it may be changed in place later, if `before_change` is called first; the chosen values stay.
+    They stay on the device until `start`: an engine drops needless outputs, and those need not be copied.
     """
 
     __slots__ = ("__weakref__", "_alias", "_expected", "_inner", "_move", "_source", "_source_changed")

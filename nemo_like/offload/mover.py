@@ -1,4 +1,4 @@
-"""When bytes move, and what waits for what. One `Mover` serves one device.
+"""When bytes move, and which streams wait for which. One `Mover` serves one device.
 
 To the host: the copy stream waits for the operator that made the bytes, copies, and records an event. The mover holds
 the device storage until that event has been seen, so that the allocator cannot hand it out while it is read.
@@ -75,7 +75,7 @@ class Mover:
         self._inflight: deque[_Held] = deque()
         self._inflight_bytes = 0
         self._ahead: set[HostCopy] = set()
-        # What a mover that goes away still holds is being read, or written.
+        # Memory that a mover still holds at its end is being read, or written.
         weakref.finalize(self, _end_of_copies, backend, self._inflight, self._ahead).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
         self._saved: dict[HostCopy, None] = {}  # All copies, in the order of saving.
@@ -100,7 +100,7 @@ class Mover:
         Args:
             storage: of this mover's device.
             version: changes when the contents do. The last of it is the version counter that the bytes come back with,
-                so that checks which compare it (in recomputation) find what they know.
+                so that checks which compare it (in recomputation) find the same one.
             reader: identifies who will `fetch` it. Its end is noted in `dead`.
         """
         with self._lock:
@@ -152,13 +152,13 @@ class Mover:
             self._inflight_bytes -= held.popleft()[2]
 
     def open_group(self) -> None:
-        """Open a group (a layer) for what is offloaded from here on."""
+        """Open a group (a layer) for the copies made from here on."""
         with self._lock:
             self._told_groups = True
             self._group, self._group_bytes = self._group + 1, 0
 
     def _join_group(self, copy: HostCopy) -> None:
-        # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
+        # Where no groups are opened, one ends when a handful of them would fill the bytes that prefetching may hold.
         if not self._told_groups and self._group_bytes > self.config.max_inflight_bytes // 8:
             self._group, self._group_bytes = self._group + 1, 0
         copy.group = self._group
@@ -180,7 +180,7 @@ class Mover:
                 backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
             else:
                 whole = self._buffer_of(copy)
-                # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
+                # Not the host: only the caller's stream waits, so that Python runs on and launches the next operators.
                 backend.wait(stream, copy.ready)
                 backend.lend(whole, stream, copy.buffer_stream)
             self._no_more_ahead(copy)
@@ -195,7 +195,7 @@ class Mover:
                 self._prefetch(copy)
 
     def part_from_source(self, copy: HostCopy) -> None:
-        """The original is about to change: what the current stream does next comes after the copy's reading of it."""
+        """The original is about to change: the current stream's next work comes after the copy's reading of it."""
         with self._lock:
             self.backend.wait(self.backend.current_stream(), copy.written)
             copy.storage = lambda: None  # the original would still be found, with other bytes in it
@@ -229,7 +229,7 @@ class Mover:
     def _end_reading(self, copy: HostCopy, reader: object) -> None:
         copy.unread.discard(reader)
         if not copy.unread:
-            # Everybody has it: from here on the buffer lives as long as what they made of it, and no longer.
+            # Every reader has it: from here on the buffer lives as long as the tensors they made of it, and no longer.
             self._drop_buffer(copy)
             copy.was_read = True
             copy.unread = set(copy.readers)
@@ -253,7 +253,8 @@ class Mover:
             full = sum(each.nbytes for each in self._ahead) >= self.config.max_inflight_bytes
             if full or copy.group < group - self.config.prefetch:
                 return
-            # What was read is not wanted again in this backward, and where memory ran out more would not help.
+            # A copy that was read is not needed again in this backward; where memory ran out, more copies would not
+            # help.
             wanted = copy.group <= group and not copy.was_read and copy.original() is None
             if wanted and not self._prefetch(copy):
                 self._group_without_room = group
@@ -277,7 +278,7 @@ class Mover:
         return True
 
     def _collect(self) -> None:
-        """Take back what died since the last call."""
+        """Take back the copies whose readers died since the last call."""
         while self.dead:
             copy, reader = self.dead.popleft()
             copy.readers.discard(reader)
@@ -291,7 +292,7 @@ class Mover:
             self.pool.give_back(copy.block)
 
     def collect(self) -> None:
-        """Take back what died, and let go of storages whose copies have ended."""
+        """Take back copies whose readers died, and let go of storages whose copies have ended."""
         with self._lock:
             self._collect()
             self._retire()

@@ -1,4 +1,4 @@
-"""Offloading as a context manager, and put on a model's layers for good: what autograd saves waits on the host.
+"""Offloading as a context manager, and put on a model's layers for good: saved tensors wait on the host.
 
 >>> weight = torch.randn(64, 64, requires_grad=True)
 >>> with offload_activations(OffloadConfig(mode="all", min_bytes=0)) as offloader:
@@ -53,7 +53,7 @@ def offload_activations(
     left_out: Sequence[nn.Module] = (),
     backend: Backend | None = None,
 ) -> Offloader:
-    """A context manager: what autograd saves inside it waits on the host until backward uses it.
+    """A context manager: tensors that autograd saves inside it wait on the host until backward uses them.
 
     Make it once and enter it each step: it owns the CPU memory, which is reused.
 
@@ -109,7 +109,7 @@ class Offloader:
         self._known = stays.KnownStorages()
         # The storages that may move, by id (and referenced, so that the ids stay theirs); None: any.
         self._inputs: dict[int, torch.UntypedStorage] | None = None
-        self._resting = False  # True: backward will start with what is saved now.
+        self._resting = False  # True: backward will start with tensors saved now.
         self._chosen: weakref.ref[ChosenHandle] | None = None
         self._contexts: list[ExitStack] = []
 
@@ -152,8 +152,8 @@ class Offloader:
         """A handle for `tensor`, whose contents `version` tells from others of its storage (see `Mover.offload`)."""
         if not is_wrapper_subclass(tensor):
             return self._move_plain(tensor, version, guarded)
-        # What a wrapper subclass is made of moves, and how to put it together again is kept. An operator that changes it in
-        # place need not show in its inner tensors' versions: the outer ones count too.
+        # The inner tensors of a wrapper subclass move, and how to put it together again is kept. An operator that
+        # changes it in place need not show in its inner tensors' versions: the outer ones count too.
         inner, context = take_apart(tensor)
         handles = frozenset(name for name, value in inner.items() if isinstance(value, torch.Tensor))
         for name in handles:
@@ -215,7 +215,7 @@ class Offloader:
             return handle
 
     def start_chosen(self) -> None:
-        """Move what was last chosen, if it is still wanted."""
+        """Move the tensor last chosen, if it is still wanted."""
         chosen = self._chosen() if self._chosen is not None else None
         self._chosen = None
         if chosen is not None:
@@ -227,7 +227,7 @@ class Offloader:
         handle.prefetch()
 
     def before_change(self, handle: Any) -> None:
-        """The tensor that `to_host` took is about to be changed in place: what was taken stays as it is."""
+        """The tensor that `to_host` took is about to be changed in place: the taken values stay as they are."""
         with torch.no_grad():
             handle.before_change()
 
@@ -270,7 +270,7 @@ class Offloader:
             stack.callback(module.register_forward_pre_hook(before_other).remove)
 
     def enter_layer(self, layer: nn.Module, args: object, kwargs: object) -> None:
-        """Assign what is saved from here on to `layer`, which is called with these arguments."""
+        """Assign tensors saved from here on to `layer`, which is called with these arguments."""
         self._known.learn(layer)
         everything = moves_everything(layer, self.config.mode)
         arguments = () if everything else tensors_in((args, kwargs))
@@ -280,12 +280,12 @@ class Offloader:
             self._mover.open_group()
 
     def leave_layer(self) -> None:
-        """Assign what is saved from here on to no layer."""
+        """Assign tensors saved from here on to no layer."""
         self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
 
     def enclose(self, module: nn.Module) -> nn.Module:
-        """`module` in a wrapper that gives this offloader what the module saves."""
+        """`module` in a wrapper that gives this offloader the tensors that the module saves."""
         return OffloadWrapper(module, self)
 
     def refuse_inside_checkpointing(self) -> None:
@@ -311,12 +311,12 @@ class Offloader:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or what a functional collective still on its way returns: its bytes are not there before."""
+    """`tensor`; where it is the output of a functional collective still on its way, the finished output."""
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[attr-defined]
 
 
 class HostPolicy:
-    """Another policy, with what it keeps waiting on the host instead of on the device."""
+    """Another policy whose kept outputs wait on the host instead of on the device."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -336,7 +336,8 @@ class HostPolicy:
 
 
 def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[CheckpointWrapper, Policy, Any]]:
-    """Let the layers' regions keep on the host what their policies decide to keep; return what `keep_as_before` needs."""
+    """Let the layers' regions keep on the host the outputs that their policies keep; return the settings from
+    before."""
     changed: list[tuple[CheckpointWrapper, Policy, Any]] = []
     for region in dict.fromkeys(module for layer in layers for module in every_module(layer)):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
@@ -355,9 +356,10 @@ def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> 
 
 
 def moves_everything(layer: nn.Module, mode: str) -> bool:
-    """Return whether all that `layer` saves outside of regions is to move, and not only what it was called with.
+    """Return whether all that `layer` saves outside of regions is to move, and not only its arguments.
 
-    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is saved of it.
+    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: no other tensors are saved of
+    it.
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
@@ -366,7 +368,7 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     )
 
 
-# Offloading put on a model's layers, for good: what `parallelize(..., offload=...)` does.
+# Offloading put on a model's layers, for good, as `parallelize(..., offload=...)` does.
 
 
 _NOTHING_SAVED = (
@@ -396,7 +398,7 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
         return self._moving(lambda *args, **kwargs: layer.record(run, args, kwargs), args, kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
+        """The layer's forward; where gradients are on, saved tensors go through the offloader."""
         layer = self._checkpoint_wrapped_module
         if isinstance(layer, SegmentMember):
             return layer.without_segment(*args, **kwargs)
@@ -422,16 +424,17 @@ def apply_offloading(
     *,
     backend: Backend | None = None,
 ) -> Offloader:
-    """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
+    """Make the tensors that `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a
+    list.
 
     Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
-    alone: backward starts with it. What is outside of layers (embedding, head, loss) is never moved.
+    alone: backward starts with it. Tensors saved outside of layers (embedding, head, loss) are never moved.
 
     Args:
         model: holds the layers.
         layers: in the order of forward; wrapped (`CheckpointWrapper`) or not, compiled or not.
-        config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and what
-            checkpointing keeps inside, ``all`` everything; None: ``saved``.
+        config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and the outputs
+            that checkpointing keeps inside, ``all`` everything; None: ``saved``.
         backend: see `offload_activations`.
 
     Returns:
@@ -473,7 +476,7 @@ def placed_on_host(
     *,
     backend: Backend | None = None,
 ) -> list[CheckpointSpec]:
-    """Return `specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
+    """Return `specs` whose kept outputs wait on the host, and a placement for each of `layers` but the last.
 
     Args:
         specs: the regions in these layers.

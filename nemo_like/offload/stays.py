@@ -1,7 +1,7 @@
-"""Saved tensors that stay on the device, and why; counters of what stayed and what moved.
+"""Saved tensors that stay on the device, and why; counters of those that stayed and those that moved.
 
 Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
-a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy
+a whole model would go to the host. They are known by their kind (a `Parameter`, a view of one, a low-precision copy
 that autocast made of one), and by their storage where the model is known.
 """
 
@@ -39,7 +39,7 @@ def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages behind `tensor`: its own, or those of what a wrapper subclass holds, at any depth."""
+    """Return the storages behind `tensor`: its own, or those of a wrapper subclass's inner tensors, at any depth."""
     if is_wrapper_subclass(tensor):
         inner = [value for value in take_apart(tensor)[0].values() if isinstance(value, torch.Tensor)]
         return [storage for value in inner for storage in storages_of(value)]

@@ -20,7 +20,7 @@ _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int6
 
 
 def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
-    """Return a watch for a batch that is larger than planned; None: it is not known what was planned for.
+    """Return a watch for a batch that is larger than planned; None: the planned size is not known.
 
     Args:
         plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
@@ -49,7 +49,7 @@ def _most(sizes: list[tuple[str, int]]) -> int:
 class SizeWatch:
     """Logs once that a batch is larger than the one that memory was planned for. Gradients do not depend on a plan."""
 
-    planned: str  # Description of what was planned for, for people.
+    planned: str  # Description of the planned batch, for people.
     most: int  # See `most_elements`.
     peak_bytes: int = 0  # Peak that was predicted; 0: only the caller knows.
     over: bool = False

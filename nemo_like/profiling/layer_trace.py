@@ -1,4 +1,4 @@
-"""One forward and backward of a model, watched layer by layer: what is saved, what is alive, how long it takes."""
+"""One forward and backward of a model, watched layer by layer: saved bytes, live bytes, times."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class _ByteListener:
         self.step.calls[call].live_in_backward = self._meter.live
 
     def backward_leaves(self, call: int) -> None:
-        """The stretch goes on: what comes before the next call counts with this one."""
+        """The stretch goes on: work before the next call counts with this one."""
 
     @left_to_python
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ class _ByteListener:
 
 
 def counter_of(model: nn.Module, sample: object) -> LiveBytes:
-    """Return a counter of what a step makes beyond the model, its gradients and the sample."""
+    """Return a counter of the bytes that a step makes beyond the model, its gradients and the sample."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return LiveBytes([*model.parameters(), *model.buffers(), *gradients, *tensors_in(sample)])
 
@@ -249,7 +249,7 @@ class _TimeListener:
         self._open: tuple[str, int, Any] | None = None
 
     def turn(self, phase: str | None = None, call: int = -1) -> None:
-        """End what was timed until now, and begin to time `phase` of a call; None: what belongs to no call."""
+        """End the span timed until now, and begin to time `phase` of a call; None: work that belongs to no call."""
         now = self._clock.mark()
         if self._open is not None:
             self.spans.append((*self._open, now))

@@ -29,7 +29,7 @@ class LayerProfile:
     freed_bytes: int
     """Bytes that are no longer saved when this layer is recomputed from its inputs."""
     forward_ms: float
-    """Milliseconds of its forward, which is what recomputation costs."""
+    """Milliseconds of its forward, the cost of recomputing it."""
     backward_ms: float
     """Milliseconds of its backward."""
     forward_spread: float
@@ -51,14 +51,14 @@ class ProfileReport:
     outside_bytes: int
     """Bytes saved outside every layer: embedding, head, loss."""
     peak_bytes: int
-    """The most activation bytes alive at one time in a step: on CPU, storages that operators made; on CUDA, what the
-    allocator handed out. Parameters, gradients, buffers and inputs are not in it."""
+    """The most activation bytes alive at one time in a step: on CPU, storages that operators made; on CUDA, bytes that
+    the allocator gave out. Parameters, gradients, buffers and inputs are not in it."""
     step_ms: float
     """Milliseconds of one forward and backward."""
     step_spread: float
     """(max - min) / median of `step_ms`."""
     moments: tuple[Moment, ...] = dataclasses.field(repr=False, default=())
-    """The peak of every stretch of the step: what predictions are made from."""
+    """The peak of every stretch of the step, from which predictions are made."""
     calls: tuple[ProfiledCall, ...] = dataclasses.field(repr=False, default=())
     """Every layer call in forward order; `ProfiledCall.layer` indexes `call_names`."""
     call_names: tuple[str, ...] = dataclasses.field(repr=False, default=())
@@ -164,8 +164,8 @@ class ProfileReport:
 class Moment:
     """A stretch of the training step and the most bytes alive in it when nothing is checkpointed.
 
-    `calls_before` is how many layer calls are before it whose saved bytes are still alive: what recomputing those
-    layers frees comes off this peak.
+    `calls_before` is how many layer calls are before it whose saved bytes are still alive: the bytes that recomputing
+    those layers frees come off this peak.
     """
 
     calls_before: int
@@ -174,13 +174,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class ProfiledCall:
-    """One call of one layer, and what recomputing it would do."""
+    """One call of one layer, and the effects of recomputing it."""
 
     layer: int
-    # Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves.
+    # Bytes that are not saved from forward to backward; negative where its inputs are larger than its saved tensors.
     freed: int
     cost: float  # Time that the recomputation takes, any unit.
-    # The most bytes alive during the recomputation itself, before what earlier layers free comes off.
+    # The most bytes alive during the recomputation itself, before bytes freed by earlier layers come off.
     recompute_peak: int = 0
 
 

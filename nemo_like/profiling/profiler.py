@@ -24,7 +24,7 @@ class BudgetUnmeetableError(ValueError):
 
 
 class MemoryProfiler:
-    """Measures what each layer of a model saves for backward, and how long it takes.
+    """Measures the bytes that each layer of a model saves for backward, and its times.
 
     >>> block = lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> profiler = MemoryProfiler(nn.Sequential(block(), block()), "cpu")
@@ -48,7 +48,7 @@ class MemoryProfiler:
             device: ``"cpu"`` or a CUDA device; None: where the model's parameters are.
             layers: names (FQN globs) or modules to measure; None: the model's repeated layers, or, where it has none,
                 its children.
-            loss_fn: makes a scalar of the model's output; None: its ``loss``, or the sum of what it returned.
+            loss_fn: makes a scalar of the model's output; None: its ``loss``, or the sum of its tensors.
 
         Raises:
             ValueError: the model is not on `device`, or on a device that cannot be measured.
@@ -79,7 +79,7 @@ class MemoryProfiler:
         model = model_copy(self._model, runs_kernels=True).train()
         copies = dict(zip(self._model.modules(), model.modules()))
         for parameter in model.parameters():
-            # Zeros rather than None: what accumulating gradients cost is then the same in every run.
+            # Zeros rather than None: accumulating gradients then costs the same in every run.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
         with random_numbers_put_back(self._device), context_variables_put_back(), torch.enable_grad():

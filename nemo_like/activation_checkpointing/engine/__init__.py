@@ -1,4 +1,4 @@
-"""The eager engine: one region of the forward pass that backward recomputes, saving what a policy decides.
+"""The eager engine: one region of the forward pass that backward recomputes, saving the outputs that a policy chooses.
 
 How it works. Autograd's saved-tensor hooks give each tensor that autograd would keep a small `_Handle` instead. The
 first handle that backward opens recomputes the region: the function runs again on the saved inputs, and hooks of the
@@ -70,7 +70,7 @@ def run_region(
 
     Args:
         fn, args, kwargs: the call.
-        policy: decides what is saved.
+        policy: chooses the outputs to save.
         name: the region's in errors.
         preserve_rng_state: recompute with the forward's random numbers.
         transfer: moves outputs with the decision HOST (default: synchronous copies).
@@ -78,7 +78,7 @@ def run_region(
         owner: the module or function whose first step is verified (default: `fn`); see `verification`.
 
     Raises:
-        RegionError: in backward, if recomputation and forward disagree, or a plan skips what backward needs.
+        RegionError: in backward, if recomputation and forward disagree, or a plan skips an output that backward needs.
         PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
         RuntimeError: inside a `torch.func` transform.
 

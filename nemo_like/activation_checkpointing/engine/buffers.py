@@ -1,4 +1,5 @@
-"""Buffers that a module changes while it runs: recomputation must start from what forward started from, and change nothing.
+"""Buffers that a module changes while it runs: recomputation must start from their values at the start of forward, and
+change nothing.
 
 Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain recomputation such
 buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
@@ -17,7 +18,7 @@ from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.torch_compat import is_fake, sparse_parts, version_of
 
 # Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
-# histories, running statistics); what is large (masks, position tables) hardly ever changes.
+# histories, running statistics); large buffers (masks, position tables) hardly ever change.
 _SMALL = 1 << 16
 
 # By module and training mode: the stamp of the module's attributes, and its buffers at that time.
@@ -56,8 +57,8 @@ class BufferSnapshot:
     """The buffers that `module` changes in its forward, as they were before it.
 
     The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
-    Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
-    identity and version. Modules without buffers, as most transformer layers are, cost nothing.
+    Later ones copy the small buffers and those that were seen to change, and drop the copies of buffers that did not
+    change, by identity and version. Modules without buffers, as most transformer layers are, cost nothing.
 
     stamp: another object than before when attributes of the modules have come, gone or changed their type.
     """

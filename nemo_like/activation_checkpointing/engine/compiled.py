@@ -38,14 +38,14 @@ _NOTHING = FullPolicy()
 def torch_policy_fn(policy: Policy) -> Callable[..., CheckpointPolicy]:
     """`policy` as a policy function for `create_selective_checkpoint_contexts`: one fresh run of it.
 
-    SKIP becomes "recompute": the partitioner drops what backward does not need by itself.
+    SKIP becomes "recompute": the partitioner drops outputs that backward does not need by itself.
     """
     decide, kinds = policy.start(), kinds_for(policy)
     counts: dict[Any, int] = {}
     needs_call = getattr(decide, "needs_call", False)
     must = {
         SAVE: CheckpointPolicy.MUST_SAVE,
-        # PREFER, not MUST: the partitioner may keep what costs nothing to keep.
+        # PREFER, not MUST: the partitioner may keep outputs that cost nothing to keep.
         RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
         HOST: CheckpointPolicy.MUST_CPU_OFFLOAD,
     }
@@ -112,9 +112,9 @@ def compiled_region(
 ) -> Any:
     """`run_region` for code that is being compiled. Dynamo traces this function.
 
-    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it is here, from code that is not
+    Where Dynamo cannot trace the region, it calls `checkpoint` as it is here, from code that is not
     compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, and PyTorch's around
-    it sees none of what is saved there: it has nothing to recompute.
+    it sees none of the tensors saved there: it has nothing to recompute.
     """
 
     def body(*args: object, **kwargs: object) -> Any:

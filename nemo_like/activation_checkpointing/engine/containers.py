@@ -1,8 +1,8 @@
-"""Lists, dicts, sets and objects with attributes: what was in them at one moment, for a recomputation to start from.
+"""Lists, dicts, sets and objects with attributes: their contents at one moment, for a recomputation to start from.
 
 `map_leaves` copies the containers among a call's arguments. `Contents` is of the containers that a module's attributes lead
-to: they are filled again with what they had. Tensors and other objects, as arrays and queues, are not copied: one that was
-changed in place raises.
+to: they are filled again with their former contents. Tensors and other objects, as arrays and queues, are not copied:
+one that was changed in place raises.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ class Contents:
         self._filled: list[tuple[Any, Any]] = []
         # Objects that are not filled again, each with the attribute that leads to it, and its sign.
         self._signed: list[tuple[Attribute, Any, Any]] = []
-        known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: what is in it may hold a graph
+        known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: its values may hold a graph
         self._attributes = [(place, self._keep(place[0][place[1]], place, known)) for place in attributes]
 
     def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
@@ -125,7 +125,7 @@ class Contents:
                 )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
-        """Set the attributes as they were, and until `stack` ends fill the containers with what they contained."""
+        """Set the attributes as they were, and until `stack` ends fill the containers with their former contents."""
         stack.callback(_fill_all, [(container, _contents_of(container)) for container, _ in self._filled])
         _fill_all(self._filled)
         for (attributes, name, _), kept in self._attributes:
@@ -133,7 +133,7 @@ class Contents:
                 attributes[name] = kept
 
     def _keep(self, value: Any, place: Attribute, known: dict[int, tuple[Any, Any]]) -> Any:
-        """Return what to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
+        """Return the value to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
         kind: Any = type(value)
         if is_plain(kind) or issubclass(kind, nn.Module):
             return value
@@ -169,7 +169,7 @@ class Contents:
                 if not all(map(is_, kept, items)):
                     contents = dict(zip(contents, kept)) if isinstance(contents, dict) else kept
                     if isinstance(value, set) or any(item is _UNKNOWN for item in kept):
-                        contents = None  # the items of a set are found by what they are
+                        contents = None  # the items of a set are found by their values
             self._filled.append((value, contents))
 
 
@@ -204,7 +204,7 @@ def _is_read(kind: Any) -> bool:
 
 
 class _Signing(pickle.Pickler):
-    """Writes tensors as what tells that another one is there, or that it was changed in place; modules by identity."""
+    """Writes tensors as reference and version, which tell of an exchange or a change in place; modules by identity."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -218,7 +218,7 @@ class _Signing(pickle.Pickler):
 
 
 def _sign_of(value: Any) -> Any:
-    """Something that is equal to what it was before, unless a tensor or another object was changed in place."""
+    """A sign that equals the one taken before, unless a tensor or another object was changed in place."""
     if isinstance(value, Tensor):
         return version_of(value)
     if getattr(value, "nbytes", 0) > _SMALL_ARRAY or (isinstance(value, deque) and len(value) > _SMALL):
@@ -228,7 +228,7 @@ def _sign_of(value: Any) -> Any:
     try:
         pickler.dump(value)
     except (TypeError, AttributeError, pickle.PicklingError):
-        return None  # as of a lock: what is in it is not known
+        return None  # as of a lock: its state is not known
     return file.getvalue(), pickler.seen
 
 

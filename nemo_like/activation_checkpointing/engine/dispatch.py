@@ -1,7 +1,7 @@
 """The two dispatch modes of a region: one decides and saves in forward, the other puts back in recomputation.
 
-Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
-metadata calls) passes through uncounted, so that it may differ between forward and recomputation.
+Both look at tracked operators only. Other operators of a region (profiler ranges, FSDP's copies and all-gathers,
+metadata calls) pass through uncounted, so they may differ between forward and recomputation.
 """
 
 import weakref
@@ -38,7 +38,7 @@ _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
 
 
 class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
-    """``id(operator)`` → how the modes treat it, and what calls it; filled when an operator is first seen.
+    """``id(operator)`` → how the modes treat it, and a function that calls it; filled when an operator is first seen.
 
     One per tracked set. By id, because hashing an operator runs Python code and this is looked up on every call. `_seen`
     keeps the operators alive, so that no id is used twice.
@@ -111,7 +111,7 @@ class _Mode(TorchDispatchMode):
 
 
 class ForwardMode(_Mode):
-    """Calls the policy for each tracked call, and saves what it decides."""
+    """Calls the policy for each tracked call, and saves the outputs that it chooses."""
 
     def __init__(
         self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str, keeps_rng: bool = True
@@ -132,7 +132,7 @@ class ForwardMode(_Mode):
         self.inputs: SavedInputs | None = None
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self.passing(id(func))  # most of them are, and this is what checkpointing small layers costs
+        call = self.passing(id(func))  # most of them are, and this is the cost of checkpointing small layers
         if not kwargs:
             return self.look_at(func, args, {}) if call is None else call(*args)
         if self.generators is not None and kwargs.get("generator") is not None:
@@ -175,7 +175,7 @@ class ForwardMode(_Mode):
         self.kept.append(entry)
         if decision is SAVE:
             entry.value = out
-            # gloo writes what a collective returns, and counts that, when it is waited for: see `cut_kept`.
+            # gloo writes a collective's output, and counts that, when it is waited for: see `cut_kept`.
             entry.version = None if ops.facts(func).collective else versions(out)
         elif decision is HOST:
             entry.value = map_output(lambda t: OnHost(self.transfer.to_host(t)), out)
@@ -187,8 +187,8 @@ class ForwardMode(_Mode):
         return entry
 
     def finish(self) -> None:
-        """Call at the end of forward: where it did not fit the decisions, recompute what was to be skipped, and what the
-        operators that did not fit made."""
+        """Call at the end of forward: where it did not fit the decisions, recompute the outputs that were to be
+        skipped, and those of the operators that did not fit."""
         finish = getattr(self.decide, "finish", None)
         misfit = None if finish is None else finish()
         if misfit is not None:
@@ -273,7 +273,7 @@ class ReplayMode(_Mode):
         return entry, value
 
     def finish(self) -> None:
-        """Backward has what it needs; whatever still runs is computed, for its side effects only."""
+        """Backward has the tensors it needs; whatever still runs is computed, for its side effects only."""
         self.finished_at = self.position
         self.values = []
 
@@ -359,9 +359,10 @@ def look_on(
 ) -> tuple[AbstractContextManager[Any] | None, Callable[[], AbstractContextManager[Any]]]:
     """Return a context for a forward, and a function that makes the like of it for its recomputation. None: no need.
 
-    Within the first, `generators` note those that operators are given, and `inputs` keep what is about to change. `mode`,
-    where the region has one, looks at every operator anyway, and is made to tell them. The second is there because some
-    operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels under any mode.
+    Within the first, `generators` note those that operators are given, and `inputs` keep tensors that are about to
+    change. `mode`, where the region has one, looks at every operator anyway, and is made to tell them. The second is
+    there because some operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels
+    under any mode.
     """
     if mode is not None:
         mode.generators, mode.inputs = generators, inputs

@@ -45,7 +45,7 @@ _registered: dict[str, Capture] = {}
 
 
 def register(name: str, capture: Capture) -> None:
-    """Make a state of your own part of what forward and recomputation share.
+    """Make a state of your own part of the state that forward and recomputation share.
 
     `capture` runs at the start of every region's forward. It returns None (nothing to keep), or a function that
     makes a context manager; recomputation runs within that. Raises ValueError for a name that is taken.
@@ -150,7 +150,7 @@ class GlobalState:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
 
 
-# Context variables: recomputation runs in the context that forward ran in, and what it sets or collects there is dropped.
+# Context variables: recomputation runs in the context of forward, and the values it sets or collects there are dropped.
 #
 # The value of a variable is saved as a region's arguments are: tensors saved by autograd, containers as they were. So a
 # list in which forward collects something (as transformers collects hidden states) gets nothing a second time.
@@ -202,9 +202,9 @@ def _set(variables: tuple[contextvars.ContextVar[Any], ...], values: list[Any]) 
         variable.set(value)
 
 
-# torch's global switches that decide in what type operators compute, and by which kernels, those of SDPA among them.
+# torch's global switches that decide in which type operators compute, and by which kernels, those of SDPA among them.
 
-# A function that reads a switch, and one that sets it to what was read.
+# A function that reads a switch, and one that sets it to the value read.
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 
 _backends: Any = torch.backends
@@ -254,12 +254,12 @@ def switches_for(device: str | None) -> list[Switch]:
 
 
 def read_switches(device: str | None) -> list[Any]:
-    """Return what each of `switches_for` reads."""
+    """Return the value of each switch of `switches_for`."""
     return [read() for read, _ in switches_for(device)]
 
 
 def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> None:
-    """Set what was read as `wanted`, until `stack` ends.
+    """Set `switches` to the values `wanted`, until `stack` ends.
 
     Raises:
         RegionError: for one that is not put back.

@@ -18,18 +18,17 @@ from nemo_like.torch_compat import shape_only
 
 
 class RegionError(CheckpointError):
-    """Recomputation and forward of a region disagree, or a plan leaves out what backward needs."""
+    """Recomputation and forward of a region disagree, or a plan leaves out a tensor that backward needs."""
 
 
-# What takes the place of the output of a skipped call in recomputation: shape, strides, dtype and device of a tensor,
-# no numbers.
+# Placeholders for outputs of skipped calls in recomputation: shape, strides, dtype and device of a tensor, no numbers.
 
 
 class Placeholder(Tensor):
-    """Answers what can be asked of a tensor without its numbers.
+    """Answers every question about a tensor except for its numbers.
 
-    So ``x.to(placeholder.dtype)``, ``x.type_as(placeholder)`` and ``torch.ones(..., device=placeholder.device)`` give what
-    they gave in forward. Whatever computes with it is answered by the recomputation's dispatch mode.
+    So ``x.to(placeholder.dtype)``, ``x.type_as(placeholder)`` and ``torch.ones(..., device=placeholder.device)`` give
+    the same as in forward. Whatever computes with it is answered by the recomputation's dispatch mode.
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
@@ -72,12 +71,12 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
     return map_tensors(lambda t: placeholders[id(t)] if id(t) in placeholders else placeholder(t, target), output)
 
 
-# What forward keeps of one tracked call, and walks over an operator's outputs and arguments.
+# The record that forward keeps of one tracked call, and walks over an operator's outputs and arguments.
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One tracked call of forward: what it was, what was decided, and its output where that was saved."""
+    """One tracked call of forward: its operator, its decision, and its output where that was saved."""
 
     op: Op
     decision: Decision
@@ -92,7 +91,7 @@ class Kept:
         return map_output(private_copy if self.private else Tensor.detach, self.value)
 
     def recompute(self) -> None:
-        """Drop what is saved: recomputation computes it, unless it must never run twice."""
+        """Drop the saved output: recomputation computes it, unless the operator must never run twice."""
         if self.decision is Decision.SKIP or not facts(self.op).pinned:
             self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
 

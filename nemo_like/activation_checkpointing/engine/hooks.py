@@ -2,9 +2,9 @@
 
 A hook is part of the computation, and is called again, where it returns a value or writes: into a tensor that it is given,
 into its module or those below, into a context variable, or into autograd's graph. So are the others on the same module,
-since one may keep something for another. Where a hook writes elsewhere, and the layer reads that, recomputation reads what
-was written last: verification compares the numbers. Hooks of torch and of this package are always called again, and so are
-hooks inside a module that is compiled by itself.
+since one may keep something for another. Where a hook writes elsewhere, and the layer reads that, recomputation reads
+the value written last: verification compares the numbers. Hooks of torch and of this package are always called again,
+and so are hooks inside a module that is compiled by itself.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def recomputation(runs: bool = True) -> Iterator[None]:
 
 
 class _Hook:
-    """A caller's hook, and what is in its place while a region runs."""
+    """A caller's hook, and the callable in its place while a region runs."""
 
     __slots__ = ("calls", "hook", "kept", "key", "owner", "position", "run", "table")
 
@@ -82,7 +82,7 @@ class HookCalls:
 
     @contextlib.contextmanager
     def in_place(self, run: Callable[[_Hook, tuple[Any, ...]], Any]) -> Iterator[None]:
-        """Within it `run` is what is called in the place of the hooks that are there still."""
+        """Within it `run` is called in the place of the hooks that are there still."""
         for hook in self._hooks:
             hook.position, hook.run = 0, run
             if hook.owner[hook.table].get(hook.key) is hook.hook:
@@ -147,7 +147,7 @@ def _leave_out(region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
 
 
 def hook_calls(state: ModuleState, learned: Learned) -> HookCalls | None:
-    """Return what notes the calls of callers' hooks in a forward of `state`'s module; None: it has none."""
+    """Return an object that notes calls of callers' hooks in a forward of `state`'s module; None: no such hooks."""
     owners = [*state.registered.hooked, GLOBAL_HOOKS] if any(GLOBAL_HOOKS.values()) else state.registered.hooked
     hooks = [
         _Hook(owner, table, key, hook)

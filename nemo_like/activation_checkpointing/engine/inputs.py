@@ -32,8 +32,8 @@ class SavedInputs:
 
     Tensors directly among the arguments, or in containers of them (see `map_leaves`), are saved as autograd saves a
     tensor: hooks that are active outside the region see them, and a change in place before backward is an error.
-    Containers are saved as they are now. Anything else (a cache object, a flag) is a reference. What the call
-    itself changes in place is copied before, see `before_change`.
+    Containers are saved as they are now. Anything else (a cache object, a flag) is a reference. Tensors that the call
+    itself changes in place are copied before, see `before_change`.
     """
 
     __slots__ = ("_arguments", "_originals", "_saved", "changed")

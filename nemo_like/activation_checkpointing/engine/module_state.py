@@ -4,8 +4,8 @@ Put back: training flags, hooks, sub-modules that were exchanged, plain attribut
 adapter, a counter), containers (LoRA's scales), parameters and buffers that were exchanged (`torch.func.functional_call`,
 an inner step), `requires_grad`. A parameter or buffer that was changed in place can't be put back, so that raises.
 
-A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, and so is
-what was sorted out of their attributes, for as long as those are of the same names and types.
+A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, and so
+are their sorted attributes, for as long as those have the same names and types.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ModuleState:
         self._versions = list(map(_version, self.registered.counted))
 
     def check(self, region: str, put_back: Callable[[Own, str], bool]) -> None:
-        """Raise RegionError for what was changed in place since forward, except where `put_back` is true for it."""
+        """Raise RegionError for state changed in place since forward, except where `put_back` is true for it."""
         counted = self.registered.counted
         versions = list(map(_version, counted))
         for tensor, version in zip(counted, self._versions) if versions != self._versions else ():
@@ -129,7 +129,7 @@ class ModuleState:
 
 
 def _put_back(owns: list[Own], before: list[Own]) -> None:
-    """Take back what the recomputation and its preparation wrote into attributes."""
+    """Undo writes of the recomputation and its preparation to attributes."""
     for fields, then in zip(owns, before):
         if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
             fill(fields, then)
@@ -155,7 +155,7 @@ class Registered:
         # Parameters and buffers with a version to compare.
         self.counted = [t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference()]
         self._has_hooks = any(map(any, map(_hooks_of, modules)))
-        # Nothing in it must go before the next forward: no graph, as what a functional call puts in has.
+        # Nothing in it must go before the next forward: no graph, as tensors put in by a functional call have.
         self.may_be_remembered = all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
 
     def _filled(self) -> list[dict[Any, Any]]:
@@ -201,7 +201,7 @@ class Registered:
 def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
     for name, tensor in wanted.items():
         now = table.get(name)
-        # Sharded to gathered is what FSDP does by itself, before this and in it.
+        # Sharded to gathered is FSDP's own change, made before this and in it.
         if now is not tensor and type(now) in _PLAIN_OR_NONE and type(tensor) in _PLAIN_OR_NONE:
             stack.callback(table.__setitem__, name, now)
             table[name] = tensor
@@ -221,7 +221,7 @@ def _hooked(fields: Own, seen: set[int]) -> Iterator[Own]:
 
 
 class Attributes:
-    """The attributes of modules and configurations, sorted by what is done with them; for as long as they are these."""
+    """The attributes of modules and configurations, sorted by their treatment; valid while these stay."""
 
     def __init__(self, walk: Walk, present: tuple[list[str], list[type]]) -> None:
         self.present = present
@@ -338,7 +338,7 @@ def _configurations(owns: list[Own]) -> Iterator[tuple[Own, str, Any]]:
 
 
 def _is_configuration(name: str, value: object) -> bool:
-    """A dataclass or a namespace, or what is called a configuration: an object with plain attributes of its own."""
+    """A dataclass, a namespace, or an object named as a configuration that has attributes of its own."""
     if hasattr(type(value), "__dataclass_fields__") or isinstance(value, types.SimpleNamespace):
         return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor)
     others = nn.Module | Tensor | type | types.ModuleType | types.FunctionType | dict

@@ -20,7 +20,7 @@ from torch import nn
 from nemo_like.activation_checkpointing.engine.module_state import module_of
 from nemo_like.torch_compat import generator_address, unseen
 
-# --- what the first forward of a module or function showed ---------------------------------------------------------
+# --- facts shown by the first forward of a module or function --------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +34,12 @@ class Learned:
     verified: dict[str, int] = field(default_factory=dict)
 
 
-# Module, or code of a function → what its forwards showed, of a module those in evaluation and those in training.
+# Module, or code of a function → facts about its forwards: in evaluation, and in training.
 _learned: weakref.WeakKeyDictionary[Any, tuple[Learned, Learned]] = weakref.WeakKeyDictionary()
 
 
 def learned_of(function: Any) -> Learned:
-    """Return what is known of the forward of `function`, a module, a method of one, or another function."""
+    """Return the facts learned about the forward of `function`, a module, a method of one, or another function."""
     while not isinstance(function, nn.Module) and hasattr(function, "func"):  # a partial one, made in each call
         function = function.func
     module = module_of(function)
@@ -76,7 +76,7 @@ class Generators:
         return True
 
     def forward_done(self) -> bool:
-        """Call at the end of forward: drops what was not drawn from. Returns whether any is left."""
+        """Call at the end of forward: drops generators that were not drawn from. Returns whether any is left."""
         with unseen():
             self._states = {
                 key: (g, state) for key, (g, state) in self._states.items() if not torch.equal(g.get_state(), state)

@@ -1,4 +1,4 @@
-"""One region call: what autograd saves in the place of its tensors, and the recomputation that brings them back."""
+"""One region call: the handles that autograd saves in place of its tensors, and the recomputation."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class _Stop(Exception):
 
 
 class Region:
-    """One call: its inputs, the handles that autograd keeps, and what the policy saved.
+    """One call: its inputs, the handles that autograd keeps, and the outputs that the policy saved.
 
     Handles are referenced weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
     region. So everything goes when the graph goes, without a reference cycle.
 
-    What autograd calls is left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under Dynamo's eye,
-    which would compile them. So is `forward`: backward runs without Dynamo, and recomputation must run as forward did.
-    A module inside that was compiled by itself is compiled in both.
+    Functions that autograd calls are left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under
+    Dynamo's eye, which would compile them. So is `forward`: backward runs without Dynamo, and recomputation must run as
+    forward did. A module inside that was compiled by itself is compiled in both.
     """
 
     @torch_compat.left_to_python
@@ -136,7 +136,7 @@ class Region:
         return handle
 
     def drop_unreachable(self) -> None:
-        """At the end of forward: drop what no recomputation can reach, and cut the rest from the graph.
+        """At the end of forward: drop outputs that no recomputation can reach, and cut the rest from the graph.
 
         Recomputation stops where autograd packed its last tensor, so a call that ran after it is never recomputed.
         """
@@ -147,7 +147,7 @@ class Region:
         self.cut_kept()
 
     def cut_kept(self) -> None:
-        """Cut what is saved from the graph; doing so again does no harm."""
+        """Cut saved outputs from the graph; doing so again does no harm."""
         for entry in self.kept:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
@@ -250,7 +250,8 @@ class Region:
         return self.replay_mode
 
     def skip_nothing(self) -> None:
-        """Decide again, after a recomputation that needed what was skipped: compute that, and what is gone since."""
+        """Decide again, after a recomputation that needed a skipped output: compute such outputs, and those gone
+        since."""
         for entry in self.kept:
             if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
                 entry.recompute()
@@ -261,7 +262,7 @@ class Region:
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or self.surroundings.looker():
                     self.fn(*args, **kwargs)
-            except _Stop as stop:  # in here, so that what surrounds it ends as after any other call
+            except _Stop as stop:  # in here, so that the contexts around it end as after any other call
                 if stop.region is not self:
                     raise
             except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -305,7 +306,7 @@ class Region:
                         "so backward can't use it. Write the change out of place (x = x + y for x += y), or take the "
                         "operator out of the policy's save set."
                     )
-                if stays:  # what is handed out becomes part of recomputation's graph, which knows this region
+                if stays:  # the output becomes part of recomputation's graph, which knows this region
                     value = entry.to_hand_out()
             values.append(value)
             if not stays:
@@ -317,7 +318,7 @@ class Region:
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
-        # What recomputation's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an
+        # Recomputation's own graph keeps a number, good for a backward inside the region. Not the tensor: for an
         # operator that saves its own result (exp), that graph would hold itself for ever.
         self.lent.append(tensor)
         if index > self.last:
@@ -346,8 +347,9 @@ class Region:
         return index
 
     def stop_unless_waited_for(self) -> None:
-        """End the recomputation, unless a collective that it started has not been waited for, or the operator that saves has
-        yet to write what it saves: the recomputation goes on to the next tensor that autograd saves, or to the region's end.
+        """End the recomputation, unless a collective that it started has not been waited for, or the operator that
+        saves has yet to write the tensor it saves: the recomputation goes on to the next tensor that autograd saves, or
+        to the region's end.
 
         A collective that is never waited for keeps its buffers for ever, and memory would grow with every step
         (torchtitan#1467).
@@ -380,7 +382,7 @@ class Region:
 def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
     """Return whether an operator that saves these two, one after the other, may write the first one after that.
 
-    Autograd saves what an operator is called with before the operator runs. `rrelu` is called with new memory of its input's
+    Autograd saves an operator's arguments before the operator runs. `rrelu` is called with new memory of its input's
     size, saves both, and then draws random numbers into that memory, without counting a version.
     """
     if second is None or first.requires_grad or first._version or type(first) is not Tensor:

@@ -1,4 +1,4 @@
-"""Verification: in the first step, what recomputation rebuilds is compared with what autograd saved in forward.
+"""Verification: in the first step, the recomputed tensors are compared with those that autograd saved in forward.
 
 Whatever recomputation sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
 gradients. So a region keeps a norm and a signed sum of every tensor that autograd saves in its forward (see `summary`), and
@@ -154,7 +154,7 @@ def _lines() -> list[tuple[CodeType, int]]:
 def unwritten(saved: SavedTensor, every: list[SavedTensor]) -> bool:
     """Return whether `saved`, one of `every` tensor of the region, may hold memory that its kernel never wrote.
 
-    Such kernels save what backward does not read, or reads in part: it may differ without a consequence.
+    Such kernels save memory that backward does not read, or reads in part: it may differ without a consequence.
     """
     if saved.lines[0][0] in _PARTLY_WRITTEN:
         return True
@@ -184,8 +184,7 @@ def _is_padded(saved: SavedTensor, every: list[SavedTensor]) -> bool:
 
 
 def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | None:
-    """Return what compares this call of `owner` (a module or another callable) with its recomputation; None: nothing
-    does.
+    """Return the `Verification` of this call of `owner` (a module or callable) against its recomputation, or None.
 
     Raises:
         ValueError: the environment variable ``NEMO_LIKE_VERIFY`` is something else than 0 or 1.
