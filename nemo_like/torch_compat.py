@@ -125,8 +125,7 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., An
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Within it no mode sees operators, neither ours nor a caller's: counters, tracers and policies count as
-    without."""
+    """Within it no mode sees operators, ours or a caller's: counters, tracers and policies count as without."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -245,8 +244,7 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
-    """Return the function that a call of `op` runs, without its frame in Python; for anything but an overload, `op`
-    itself."""
+    """Return the function that a call of `op` runs, without its frame in Python; `op` itself if not an overload."""
     return op._op if type(op) is OpOverload else op
 
 
@@ -530,8 +528,7 @@ def async_tensor_parallel() -> bool:
 
 
 def fuse_collectives_into_matmuls(group: torch.distributed.ProcessGroup) -> None:
-    """Have inductor fuse the collectives of `group` into matmuls, over symmetric memory, in code compiled from now
-    on."""
+    """Have inductor fuse the collectives of `group` into matmuls, over symmetric memory, in code compiled later."""
     import torch._inductor.config as config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -884,9 +881,8 @@ _CONTENTS = "_nemo_like_contents"
 def lend_containers(module: nn.Module) -> None:
     """Have the FSDP2 unit at `module` called with the caller's own lists, dicts and dataclasses.
 
-    FSDP2 casts, moves and hooks the tensors in them by making new containers, so items that a layer puts into one are
-    lost. Here the container stays the caller's: it holds FSDP2's tensors while the layer runs, and the caller's again
-    afterwards.
+    FSDP2 casts, moves and hooks the tensors in them by making new containers, so a layer's additions are lost. Here the
+    container stays the caller's: it holds FSDP2's tensors while the layer runs, and the caller's again afterwards.
     """
     state = module._get_fsdp_state()  # type: ignore[operator]
     handle = state._pre_forward_hook_handle
@@ -933,8 +929,8 @@ def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
 
 
 def read_dtypes_again(module: nn.Module) -> None:
-    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of the weights
-    that train now.
+    """Have the FSDP2 unit at `module`, of which nothing trained in the first forward, know the dtypes of weights that
+    train now.
 
     2.15 has no ``_orig_dtype``: it reads the dtypes of frozen weights, too.
     """
@@ -1073,8 +1069,7 @@ def _find_shape_unseen(schema: Any) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the future value of a tensor that is still being sent, or any other tensor
-    itself."""
+    """This rank's part of a DTensor, the future value of a tensor that is being sent, or any other tensor itself."""
     part = getattr(tensor, "_local_tensor", tensor)
     return getattr(part, "elem", part) if type(part) is AsyncCollectiveTensor else part
 
@@ -1125,8 +1120,8 @@ class VotingStage(PipelineStage):
     """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Return whether all stages know the tensors they send and receive: under the ``fake`` back end the others
-        report nothing."""
+        """Return whether all stages know the tensors they send and receive: under ``fake`` the others report
+        nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
         return super()._warmup_backward_result(received_result)
@@ -1165,8 +1160,7 @@ def traced_graph(
 def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule, GraphModule]:
     """Return forward and backward of a joint graph, whose first `outputs` results are forward's, by AOTAutograd's cut.
 
-    The first returns the second's arguments behind its own results. fake: the mode of the tensors that it was traced
-    on.
+    The first returns the second's arguments behind its own results. fake: the mode of the tensors of the trace.
     """
     guards = importlib.import_module("torch._guards")
     partition = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition

@@ -148,8 +148,7 @@ def layers_dropped_in_vain(model: Any) -> float | None:
     return None
 
 
-# A Trainer's method that its step prepares a batch with; the attribute of TRL's GRPO, RLOO and distillation for
-# generated ones.
+# A Trainer's method that its step prepares a batch with; TRL's attribute for generated ones.
 _PREPARE, _BUFFERED = "_prepare_inputs", "_buffered_inputs"
 
 

@@ -1,5 +1,5 @@
-"""Count live bytes: the storages that operators make, on any device, with a log; or the bytes that CUDA's allocator has
-given out."""
+"""Count live bytes: the storages that operators make, on any device, with a log; or those that CUDA's allocator gave
+out."""
 
 from __future__ import annotations
 

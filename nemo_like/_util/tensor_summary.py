@@ -38,8 +38,7 @@ def summary(tensor: Tensor) -> Tensor | None:
     """Return signed sums of rows and of columns, and the norm: (3,) in float32, or in float64.
 
     It is on the tensor's own device, and waits for none. A DTensor is this rank's part of it; a sparse tensor is its indices
-    and values. None where there are no numbers: no elements, a meta tensor, a type that does not tell its inner
-    tensors.
+    and values. None where there are no numbers: no elements, a meta tensor, a type that hides its inner tensors.
     """
     pieces = [piece for part in _plain_parts(tensor) if part.numel() > 0 for piece in _pieces(part)]
     numbers = [_of_piece(piece) for piece in pieces]

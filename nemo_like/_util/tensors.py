@@ -70,8 +70,7 @@ def is_wrapped(types: Iterable[type]) -> bool:
 def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
     """The tensors of a call by their argument and their number in it.
 
-    A number among all of them would not do: layers that are not run leave the containers empty that they fill for one
-    another.
+    A number among all of them would not do: layers that are not run leave shared containers empty.
     """
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return {(name, i): tensor for name, value in arguments for i, tensor in enumerate(tensors_in(value))}
@@ -127,7 +126,7 @@ def versions(value: object) -> Any:
 
 
 def storages(tensor: Tensor) -> set[int]:
-    """Return the addresses that identify the memory behind `tensor`, through wrapper subclasses (DTensor, quantised
+    """Return the addresses of the memory behind `tensor`, through wrapper subclasses (DTensor, quantised
     types)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:

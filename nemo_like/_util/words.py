@@ -61,8 +61,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_whole(name: str, value: object, least: int, of: str = "") -> None:
-    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: the things it
-    counts."""
+    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: the unit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
 

@@ -46,7 +46,7 @@ def apply_specs(
             recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
-        The model's module under each name in `specs`, wrapped or not.
+        The module that the model now has under each name in `specs`.
 
     Raises:
         ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing

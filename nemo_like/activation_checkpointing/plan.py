@@ -89,16 +89,14 @@ class Plan:
     gap_seconds: float
     """Proven bound on how much faster any plan for the same bytes could be (see docs for its limits)."""
     step_seconds: float = 0.0
-    """Predicted, by the roofline of the device: one optimizer step on one rank, with the time that communication adds
-    to it."""
+    """Predicted, by the roofline of the device: one optimizer step on one rank, communication included."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """Predicted bytes per rank at the peak of a step, by kind (see `Part`); their sum is the peak."""
     peak_at: str = ""
     """The moment of the step at which the peak is."""
     reserved_bytes: int | None = None
     """Bytes per rank that CUDA's caching allocator is predicted to reserve (`nemo_like.planning.predictions.reserved`);
-    compared with no GPU's. None: not known, as with tensors in CPU memory, in pipelines, and under another
-    allocator."""
+    compared with no GPU's. None: not known, as with tensors in CPU memory, pipelines or another allocator."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""

@@ -1,5 +1,4 @@
-"""`CheckpointSpec`: modules recomputed as one, the outputs saved there, where these wait. And the modes, as functions
-to specs.
+"""`CheckpointSpec`: modules recomputed as one, their saved outputs, and where these wait. And the modes, as functions.
 
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """

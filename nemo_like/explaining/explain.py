@@ -1,5 +1,4 @@
-"""`explain`: the parts of a GPU's memory, by a snapshot, a message or a number of bytes; compared with a model's
-plan."""
+"""`explain`: the parts of a GPU's memory, by a snapshot, a message or a number; compared with a model's plan."""
 
 from __future__ import annotations
 

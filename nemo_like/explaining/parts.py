@@ -181,8 +181,7 @@ def _layers(
 def _begins_again(times: int, count: int, marks: Mapping[Mark, list[int]], allocations: Sequence[Block]) -> bool:
     """Return whether a forward began several times: its first place occurs `times` times, and not for the layers' sake.
 
-    A model may begin with its first layer. Then backward frees in the reverse order the blocks that the layers made at
-    one place.
+    A model may begin with its first layer. Then backward frees the layers' blocks of one place in the reverse order.
     """
     if times == 1 or times != count:
         return times > 1

@@ -1,8 +1,7 @@
 """Read a memory snapshot of PyTorch without running anything that is in it, and put its events in order.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of plain values: segments of the caching allocator with their blocks as
-they are at the end, and for each device the last events before. From both follow the blocks alive at any of these
-events.
+they are at the end, and for each device the last events before. From both follow the blocks alive at each event.
 """
 
 from __future__ import annotations

@@ -277,8 +277,7 @@ def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
 
 
 def reserved_if_expandable(timeline: Timeline, memory: int) -> int | None:
-    """Return the bytes that a GPU with `memory` bytes reserves for the allocations in expandable segments; None: it
-    runs out."""
+    """Return the bytes that a GPU with `memory` bytes reserves if its segments are expandable; None: it runs out."""
     allocator = CachingAllocator(AllocatorConfig(expandable_segments=True), memory)
     at_event: list[list[tuple[bool, Block]]] = [[] for _ in range(len(timeline.trace) + 1)]
     for block in timeline.blocks:

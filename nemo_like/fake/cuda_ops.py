@@ -232,8 +232,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if eligible and tensor.dtype != dtype else tensor
 
 
-# The kernel that CUDA gives attention to, and the operators of `scaled_dot_product_attention` around it, on CPU
-# tensors.
+# CUDA's kernel for attention, and the operators of `scaled_dot_product_attention` around it, on CPU tensors.
 #
 # The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.13 to 2.15) for dense tensors on NVIDIA GPUs from compute
 # capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they are when attention is called.
@@ -270,8 +269,7 @@ class Call:
 
 
 def backend(call: Call, capability: tuple[int, int]) -> str:
-    """``"flash"``, ``"mem_efficient"``, ``"cudnn"`` or ``"math"``: the kernel that a GPU of this compute capability
-    would take."""
+    """``"flash"``, ``"mem_efficient"``, ``"cudnn"`` or ``"math"``: the kernel on a GPU of this compute capability."""
     able = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn, MATH: lambda *_: True}
     for name in _order(capability):
         if SWITCH_READERS[name]() and able[name](call, capability):

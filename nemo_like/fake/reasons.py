@@ -28,8 +28,8 @@ STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, c
 
 
 def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
-    """Errors of a forward pass of `model` without values as ValueErrors that state the reason and a way out; `given`:
-    its input."""
+    """Errors of a forward pass of `model` without values as ValueErrors that state why, and a way out; `given`: its
+    input."""
     return without_values(
         f"{type(model).__name__} {aim.cannot}: its forward",
         model,
@@ -46,8 +46,7 @@ def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractCont
 def without_values(
     who: str, module: nn.Module | None = None, aim: Aim = PLAN, otherwise: Callable[[Exception], str] | None = None
 ) -> Iterator[None]:
-    """Raise the errors of a step without values as ValueErrors: a look at absent values, or a limit of the model's
-    code.
+    """Raise the errors of a step without values as ValueErrors: a look at absent values, or a limit of the code.
 
     Args:
         who: begins the sentence: who looks.

@@ -254,8 +254,7 @@ def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tupl
 
 
 def _in_rows(of_input: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes the layout of the incoming
-    gradient."""
+    """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes its argument's layout."""
     rows = None if of_input is None else torch.empty_like(of_input, memory_format=torch.contiguous_format)
     return rows, *others
 

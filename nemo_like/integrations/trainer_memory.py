@@ -1,4 +1,4 @@
-"""Memory of a Trainer's job: the largest batch before the first step, and changes that lower the peak where memory runs
+"""Memory of a Trainer's job: the largest batch before the first step, and ways to lower the peak where memory runs
 out."""
 
 import copy

@@ -52,7 +52,7 @@ def find_layers(
 ) -> tuple[Layer, ...]:
     """The repeated layers of `model`, in registration order, none nested in another and each object once.
 
-    In this order: `layers`, if given; else the classes that a Hugging Face model declares (subclasses of its
+    In this order: `layers`, if given; else classes that a Hugging Face model declares (subclasses of its
     checkpointable layer class and ``_no_split_modules``, read as attributes), and the homogeneous runs (`ModuleList`,
     `ModuleDict`, digit-keyed children, `nn.Sequential`) of the parts that declare nothing. Nothing is called or
     allocated, so models on the meta device, compiled, checkpointed, adapted (PEFT) and sharded (FSDP2) models work

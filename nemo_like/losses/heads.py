@@ -170,7 +170,7 @@ class LinearHead:
             total[some].addmm_(gradient[:, some].t().to(total.dtype), wide)
 
 
-# Devices whose products of 16 bits can be added to a float32 sum; of the CPU, the code in the place of CUDA's.
+# Devices whose products of 16 bits can be added to a float32 sum; on the CPU, tensors in the place of CUDA's.
 _SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
 
 

@@ -255,8 +255,7 @@ def _getitem(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _cross_entropy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of deferred logits, in chunks; None where it has arguments that chunks do not
-    know."""
+    """`torch.nn.functional.cross_entropy` of deferred logits, in chunks; None where chunks do not know an argument."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     arguments = dict(zip(names, args)) | dict(kwargs)
     logits, labels = arguments["input"], arguments["target"]
@@ -281,8 +280,7 @@ def _cross_entropy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _shaped_head(recipe: Recipe) -> tuple[Head, Shape]:
-    """The head and the operators after it: as numbers where it is a scale and a soft cap, else as operators of the
-    head."""
+    """The head and the operators after it: as numbers where they are a scale and a soft cap, else part of the head."""
     factors, capped = [1.0, 1.0], 0
     known = all(isinstance(step, Scale) or step is torch.tanh for step in recipe.values)
     if known and recipe.values.count(torch.tanh) <= 1:
@@ -368,8 +366,8 @@ def loss_hooks(model: nn.Module, options: ChunkedLoss) -> LossHooks:
 @contextlib.contextmanager
 def chunked_in_evaluation(model: nn.Module) -> Iterator[None]:
     """Within it, the modules in `model` (itself, or inside) that `chunk_model_loss` has changed compute their loss in
-    chunks in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are left as they
-    are."""
+    chunks in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are
+    unchanged."""
     every = [hooks for module in model.modules() if isinstance(hooks := getattr(module, _MARK, None), LossHooks)]
     before = [hooks.in_evaluation for hooks in every]
     for hooks in every:

@@ -1,7 +1,6 @@
 """Handles, which autograd saves in place of tensors. A handle owns its data; nothing looks tensors up by id.
 
-So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees its saved
-tensors.
+So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees its tensors.
 """
 
 import weakref

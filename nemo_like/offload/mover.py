@@ -253,8 +253,7 @@ class Mover:
             full = sum(each.nbytes for each in self._ahead) >= self.config.max_inflight_bytes
             if full or copy.group < group - self.config.prefetch:
                 return
-            # A copy that was read is not needed again in this backward; where memory ran out, more copies would not
-            # help.
+            # A copy that was read is not needed again in this backward; where memory ran out, more would not help.
             wanted = copy.group <= group and not copy.was_read and copy.original() is None
             if wanted and not self._prefetch(copy):
                 self._group_without_room = group

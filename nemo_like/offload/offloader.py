@@ -336,8 +336,7 @@ class HostPolicy:
 
 
 def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[CheckpointWrapper, Policy, Any]]:
-    """Let the layers' regions keep on the host the outputs that their policies keep; return the settings from
-    before."""
+    """Let the layers' regions keep their outputs on the host; return the former settings, for `keep_as_before`."""
     changed: list[tuple[CheckpointWrapper, Policy, Any]] = []
     for region in dict.fromkeys(module for layer in layers for module in every_module(layer)):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
@@ -358,8 +357,7 @@ def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> 
 def moves_everything(layer: nn.Module, mode: str) -> bool:
     """Return whether all that `layer` saves outside of regions is to move, and not only its arguments.
 
-    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: no other tensors are saved of
-    it.
+    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: only these tensors are saved.
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
@@ -424,8 +422,7 @@ def apply_offloading(
     *,
     backend: Backend | None = None,
 ) -> Offloader:
-    """Make the tensors that `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a
-    list.
+    """Make the tensors that `layers` save for backward wait on the host. Changes `model`, and `layers` if a list.
 
     Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
     alone: backward starts with it. Tensors saved outside of layers (embedding, head, loss) are never moved.

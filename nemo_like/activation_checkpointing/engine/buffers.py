@@ -1,5 +1,5 @@
-"""Buffers that a module changes while it runs: recomputation must start from their values at the start of forward, and
-change nothing.
+"""Buffers that a module changes while it runs: recomputation starts from their values before forward, and changes
+nothing.
 
 Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain recomputation such
 buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).

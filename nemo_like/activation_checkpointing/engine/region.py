@@ -250,8 +250,7 @@ class Region:
         return self.replay_mode
 
     def skip_nothing(self) -> None:
-        """Decide again, after a recomputation that needed a skipped output: compute such outputs, and those gone
-        since."""
+        """Decide again, after a recomputation that needed a skipped output: compute it, and all that is gone since."""
         for entry in self.kept:
             if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
                 entry.recompute()
