@@ -21,7 +21,7 @@ KEEP_NOTHING = FullPolicy()
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """One region of a model and what happens to it. Every mode, budget, plan and config resolves to a list of these.
+    """One region of a model and its treatment. Every mode, budget, plan and config resolves to a list of these.
 
     >>> CheckpointSpec(("model.layers.0",)).policy
     FullPolicy()

@@ -165,8 +165,8 @@ class PlannedJob:
         return weights_by_model(blocks, parts, self.step.model), compared
 
     def cures(self, peak: int) -> Iterator[Cure]:
-        """Yield the changes that lower the peak, the strongest first; each saves the same of `peak` as of the
-        plan's."""
+        """Yield the changes that lower the peak, the strongest first; each lowers `peak` by as much as the planned
+        one."""
         now = self.peak(self.query)
         after = sorted(
             (peak - now + self.peak(query), words) for words, query in self._changed(changes(self.query.job))

@@ -34,7 +34,7 @@ class Learned:
     verified: dict[str, int] = field(default_factory=dict)
 
 
-# Module, or code of a function → facts about its forwards: in evaluation, and in training.
+# Module, or code of a function → facts about its forwards; of a module, in evaluation and in training.
 _learned: weakref.WeakKeyDictionary[Any, tuple[Learned, Learned]] = weakref.WeakKeyDictionary()
 
 
