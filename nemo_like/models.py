@@ -118,7 +118,7 @@ def resolve_model(spec: str) -> ModelSource:
     path = Path(spec)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"Model {spec!r} is a folder without a config.json, which states what to build.")
+            raise ValueError(f"Model {spec!r} is a folder without a config.json, which describes the model.")
         path = path / "config.json"
     if path.is_file():
         return _from_mapping(spec, read_config(path))

@@ -245,7 +245,7 @@ class _SegmentRegion(Region):
             self._entered.update(map(id, inside))
         elif not self._entered.issuperset(map(id, inside)):
             warn_once(
-                f"Layers hand {a_or_an(leaf)} on that holds what an earlier layer of the same segment returned: "
+                f"Layers hand {a_or_an(leaf)} on that holds an output of an earlier layer of the same segment: "
                 "where no backward follows a forward, its memory is never freed. Make it a dataclass, pass the tensor "
                 "itself, use ac='full', or run such forwards under torch.no_grad()."
             )

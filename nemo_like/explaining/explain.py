@@ -168,7 +168,7 @@ def _compared(used: int, need: int, planned: PlannedJob) -> Iterator[str]:
     """Yield the lines that state which single change makes the plan take the `used` bytes."""
     yield f"In use {byte_word(used)}; the plan takes {byte_word(need)} of the GPU, {byte_word(used - need)} less."
     if abs(used - need) <= _SAME * used:
-        yield "That is what was planned."
+        yield "That is as planned."
         return
     tried = sorted((abs(size - used), size, change) for change, size in planned.deviations())
     reasons = [(change, size) for off, size, change in tried if off <= _SAME * used][:3]
@@ -199,7 +199,7 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
     notes = list(timeline.notes)
     if not any(block.born > BEFORE for block in timeline.blocks):
         notes += [
-            "No allocation was recorded: this is what was there when it was written. Record with",
+            "No allocation was recorded: these blocks were there when it was written. Record with",
             "torch.cuda.memory._record_memory_history() before the first step.",
         ]
     layers, failed = _by_layer(parts, alive), timeline.out_of_memory

@@ -116,7 +116,7 @@ def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) ->
         timeline,
         "outputs of an earlier step",
         gone_from,
-        f"what an earlier forward has made is still referenced, most of it from {place or 'an unknown place'}",
+        f"tensors of an earlier forward are still referenced, most of them from {place or 'an unknown place'}",
         "del outputs, loss   behind   optimizer.step(); keep loss.item() or loss.detach()",
     )
 
@@ -178,7 +178,7 @@ def _idle_stream(timeline: Timeline) -> Unexpected | None:
         free,
         max(timeline.reserved) - free,
         f"it is free in segments of {streams} that no longer allocate",
-        "torch.cuda.empty_cache()   once, behind what ran on that stream",
+        "torch.cuda.empty_cache()   once, behind the work on that stream",
     )
 
 

@@ -95,8 +95,8 @@ def get_lora_act_offloading_ctx_manager(
     head = output_head(model)
     if head is None and warn_if_no_head:
         warn_once(
-            f"Activation offloading found no output head in {a_or_an(model)}: what is saved there is offloaded "
-            "like anything else, and comes back at once. Pass warn_if_no_head=False if the model has none.",
+            f"Activation offloading found no output head in {a_or_an(model)}: tensors saved there are offloaded "
+            "like all others, and come back at once. Pass warn_if_no_head=False if the model has none.",
             key=f"no-output-head-{type(model).__name__}",
         )
     return OffloadActivations(
@@ -138,7 +138,7 @@ class ActivationOffloadingMixin:
         if theirs and ours != "none":
             raise ValueError(
                 f"offload is {ours!r} and activation_offloading is {theirs!r} in the training arguments: both define "
-                "what waits in CPU memory. Set one of the two."
+                "which tensors wait in CPU memory. Set one of the two."
             )
         wanted = theirs or ours
         self.offloading_setting = wanted if activation_offloading is None else activation_offloading

@@ -121,7 +121,7 @@ def compiled_region(
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         warn_once(
-            f"The layer of checkpointed region {options['name']!r} was to be compiled. Dynamo cannot trace what is inside "
+            f"The layer of checkpointed region {options['name']!r} was to be compiled. Dynamo cannot trace its code "
             "(run with TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it "
             "runs eagerly. ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
             key="checkpointed region left to eager",

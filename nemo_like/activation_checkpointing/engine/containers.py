@@ -117,7 +117,7 @@ class Contents:
                 way_out = (
                     "Put a new tensor in its place, or keep it in a buffer."
                     if isinstance(value, Tensor)
-                    else "Keep what it holds in a buffer, a plain attribute, a list or a dict."
+                    else "Keep its contents in a buffer, a plain attribute, a list or a dict."
                 )
                 raise RegionError(
                     f"Region {region!r}: the attribute {name!r} of a {owner} is or has a {type(value).__name__} that was "

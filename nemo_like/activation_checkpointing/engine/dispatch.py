@@ -303,8 +303,8 @@ class ReplayMode(_Mode):
 
     def raise_skipped(self, func: Op, reason: str, cause: Exception | None = None) -> None:
         raise RegionError(
-            f"Region {self.region_name!r}: the plan skips {self.skipped_so_far()}, and {func} needs what is made of it: "
-            f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
+            f"Region {self.region_name!r}: the plan skips {self.skipped_so_far()}, and {func} needs a result of it: "
+            f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep the inputs of {func}."
         ) from cause
 
 
@@ -312,7 +312,7 @@ def say_misfit(region: str, reason: str) -> None:
     """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
     warn_once(
         f"Region {region!r} runs other operators than its plan was made for ({reason}), as where a mask, or none, sends "
-        "attention another way. In such calls, what the plan does not fit is computed again: gradients are the same, "
+        "attention another way. In such calls, operators that do not fit are computed again: gradients are the same, "
         "backward takes longer. Plan with a sample_input that is like most batches of the run.",
         key="misfit",
     )

@@ -202,7 +202,7 @@ class Region:
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
-                f"Region {self.name!r}: a second backward goes through it, and what was saved is gone: the first one "
+                f"Region {self.name!r}: a second backward goes through it, and saved tensors are gone: the first one "
                 "was run without retain_graph=True, or its recomputation failed."
             )
         self.last = max(index for index, reference in enumerate(self.handles) if reference() is not None)
@@ -221,7 +221,7 @@ class Region:
                 if getattr(self.policy, "strict", True) or not skipped:
                     raise
                 self.skip_nothing()
-                say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
+                say_misfit(self.name, f"it skips {skipped}, and this call's backward needs a tensor made of that")
                 mode = self.new_replay_mode(keep)
                 self.surroundings.run(self.name, self.run_again, args, kwargs, mode)
             for entry in () if keep else self.kept:
@@ -270,7 +270,7 @@ class Region:
                     raise
                 raise RegionError(
                     f"Region {self.name!r}: the plan skips {skipped}, and recomputation failed after that, probably because "
-                    f"it needs what was skipped: {error}. Take the SKIP out of the plan (RECOMPUTE or SAVE)."
+                    f"it needs a skipped output: {error}. Take the SKIP out of the plan (RECOMPUTE or SAVE)."
                 ) from error
         if mode is not None:
             self.check_count(mode)
@@ -368,7 +368,7 @@ class Region:
     def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         if isinstance(tensor, Placeholder):
             raise RegionError(
-                f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
+                f"Region {self.name!r}: the plan skips an operator, and backward needs a tensor made of it: autograd "
                 f"saved it as tensor {index} of the region, of shape {tuple(handle.shape)}. Take the SKIP out."
             )
         raise RegionError(
