@@ -42,7 +42,7 @@ class PlanSearch:
 
     @classmethod
     def of(cls, search: PlanSearch | None) -> PlanSearch:
-        """Return what ``search=`` means: the object, or None: the defaults.
+        """Return the meaning of ``search=``: the object, or None: the defaults.
 
         Raises:
             TypeError: something else.
@@ -93,7 +93,7 @@ class AllocatorConfig:
 
     @classmethod
     def of(cls, allocator: AllocatorConfig | str | None) -> AllocatorConfig:
-        """Return what ``allocator=`` means: the object, a text as in ``PYTORCH_ALLOC_CONF``, or None: torch's defaults.
+        """Return the meaning of ``allocator=``: the object, ``PYTORCH_ALLOC_CONF`` text, or None: torch's defaults.
 
         Raises:
             ValueError: as `parse`.
