@@ -25,8 +25,8 @@ class PlanSearch:
     """
 
     host: bool = flagged(False, group="memory", kind=bool)
-    """Also consider keeping outputs in CPU memory, over the device's link. What computing does not hide of the copies
-    counts as time."""
+    """Also consider keeping outputs in CPU memory, over the device's link. Time of the copies that computing does not
+    hide counts."""
     host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
     """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""

@@ -340,7 +340,7 @@ def trace_block(
 
     Args:
         module: the block.
-        args, kwargs: its arguments in the model. Their `requires_grad` counts, as it decides what autograd saves.
+        args, kwargs: its arguments in the model. Their `requires_grad` counts, as it decides which tensors are saved.
         name: for messages.
         shared: those tensors among the arguments that all blocks are called with.
         run, state: the run, and the module's fake parameters and buffers in it.
