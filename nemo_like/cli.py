@@ -1,10 +1,10 @@
 """``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for.
 
-Such a module has ``EXAMPLES`` (what to write after the command's name), ``add_arguments``, ``run``, and where a command is
+Such a module has ``EXAMPLES`` (arguments after the command's name), ``add_arguments``, ``run``, and where a command is
 long ``first_line``, which is printed at once. Its purpose is in `nemo_like.commands.COMMANDS`.
 
-To import torch takes seconds. So help, version and a misspelt word import none of it: what a command needs to print what
-its options are, it imports without torch, and all else inside of ``run``.
+To import torch takes seconds. So help, version and a misspelt word import none of it: the modules that print a
+command's options do not import it, and all else is imported inside of ``run``.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from nemo_like.commands.settings_options import take_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 2 bad input (one line states what), 130 interrupted."""
+    """Run one command and return its exit status: 0 done, 2 bad input (in one line), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"

@@ -1,7 +1,7 @@
 """The command-line flags of a job: every field of `Job`, and of its parts, that has a `Flag` in its metadata.
 
-Commands and recipes take the flags that they support by name (`add_flags`), and make their `Job` with `job_of`. What a
-front does not take is not among its options, so that nothing is dropped without a word.
+Commands and recipes take the flags that they support by name (`add_flags`), and make their `Job` with `job_of`. A flag
+that a front does not take is not among its options, so that none is dropped without a word.
 """
 
 import argparse

@@ -31,7 +31,7 @@ class SelectiveCheckpointer:
         """Prepare.
 
         Args:
-            config: what to do, as a `CheckpointConfig` or a mapping of its fields.
+            config: a `CheckpointConfig`, or a mapping of its fields.
             profiler: its last profile is used where `apply` is given none.
 
         Raises:

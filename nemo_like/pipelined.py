@@ -63,7 +63,7 @@ class CutModel:
             )
         of_stage = job.of_stage()
         dtype = None if of_stage.fsdp is None else job.param_dtype
-        packed = packed_calls(self.model)  # of the whole: a stage does not see what layers of other stages mix
+        packed = packed_calls(self.model)  # of the whole: a stage does not see the mixers of other stages
         for index in stages_of(job.pp, self.mesh.get_local_rank("pp")):
             piece = pieces[index]
             if isinstance(parts, SplitParts):
@@ -139,7 +139,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
 
 
 def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
-    """Return `job` with its budget as a plan, and with what a plan decides of the pipeline."""
+    """Return `job` with its budget as a plan, and with the pipeline's options that a plan decides."""
     pp = job.pp
     if isinstance(job.ac, MemoryBudget):
         from nemo_like.planning.planner import plan_for  # only a budget uses the planner

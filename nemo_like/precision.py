@@ -74,7 +74,7 @@ def _cast(output: object, dtype: torch.dtype) -> Any:
     return output
 
 
-# Matmuls of the layers' linears in float8, by torchao: what ``precision="fp8"`` adds to bfloat16.
+# Matmuls of the layers' linears in float8, by torchao: ``precision="fp8"`` adds them to bfloat16.
 
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-gather": "tensorwise"}
 
@@ -97,7 +97,7 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
     that is not a multiple of 16, which the kernels need, stay as they are.
 
     Args:
-        layers: what repeats; embedding and head are left alone.
+        layers: the repeated layers; embedding and head are left alone.
         matmuls: ``"fp8"``, one scale per tensor, ``"fp8-rowwise"``, one per row, or ``"fp8-gather"``, as ``"fp8"`` with
             weights that FSDP2 gathers in float8.
         device_type: where the model will run. Without a GPU float8 is emulated: the numbers, not the speed.
@@ -130,8 +130,9 @@ def rowwise_of(linear: nn.Module) -> type[RowwiseParallel] | None:
 
 
 def cast_of(block: nn.Module) -> Callable[[DTensor], DTensor] | None:
-    """Return what casts the input of the linears of `block` to float8, one scale for all ranks' parts, so that half as many
-    bytes are gathered; the values are those of a cast behind it. None where one of them does not multiply so."""
+    """Return a function that casts the input of the linears of `block` to float8, one scale for all ranks' parts, so
+    that half as many bytes are gathered; the values are those of a later cast. None where one of them does not multiply
+    so."""
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
     if not linears or not all(map(_sends_float8, linears)):
         return None

@@ -120,8 +120,8 @@ def config_specs(
 ) -> list[CheckpointSpec]:
     """The regions that a config means on the layers in scope.
 
-    `saved_bytes`, measured activation bytes by layer name, decide what is above the config's threshold and balance
-    the segments of ``"sequential"``.
+    `saved_bytes`, measured activation bytes by layer name, decide which layers are above the config's threshold and
+    balance the segments of ``"sequential"``.
     """
     if config.mode == "none":
         return []
@@ -168,7 +168,7 @@ def _segments(
 
 
 def _policy(config: CheckpointConfig) -> Policy:
-    """Return the policy of what the config keeps inside a region."""
+    """Return the policy for the outputs that the config saves inside a region."""
     if config.policy is not None:
         return config.policy
     if config.mode != "selective":
@@ -306,7 +306,7 @@ def choose_layers(
         saved_bytes: measured activation bytes by layer name; None: not measured.
 
     Raises:
-        ValueError: a class or pattern matches nothing; the message names the field and what there is.
+        ValueError: a class or pattern matches nothing; the message names the field and the names there are.
     """
     layers = tuple(candidates)
     if config.layer_classes is not None:

@@ -7,7 +7,7 @@ import textwrap
 
 from nemo_like.recipes import JOBS
 
-# The commands there are, by group and name, and what each is for.
+# The commands by group and name, with their purposes.
 GROUPS = {
     "without a GPU": {
         "layers": "print the layers of a model: its groups, units to shard and to checkpoint, their parameters and bytes",

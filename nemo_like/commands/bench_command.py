@@ -1,4 +1,4 @@
-"""`nemo-like bench`: what each mode costs and saves, for your model on this machine; also under torchrun."""
+"""`nemo-like bench`: the cost and savings of each mode, for your model on this machine; also under torchrun."""
 
 import argparse
 import sys

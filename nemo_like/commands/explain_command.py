@@ -1,4 +1,4 @@
-"""``nemo-like explain``: what is in a GPU's memory, by a recorded snapshot, a message or the number of nvidia-smi."""
+"""``nemo-like explain``: the contents of a GPU's memory, by a snapshot, a message or the number of nvidia-smi."""
 
 from __future__ import annotations
 

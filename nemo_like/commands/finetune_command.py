@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before torch is imported."""
+    """Raise ValueError for options that can be refused before torch is imported."""
     args.options = option_fields.read_options(FinetuneOptions, args)
     for name in ("data", "eval_data"):
         if (path := getattr(args.options, name)) is not None and not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""`nemo-like layers`: what would be sharded and checkpointed in a model. The first thing to run on an unknown one."""
+"""`nemo-like layers`: the modules of a model to shard and to checkpoint. The first thing to run on an unknown one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that the commands give to the model: their options, what the model's config states, or its own sample input."""
+"""Inputs that the commands give to the model: from options, the model's config, or its own sample input."""
 
 import argparse
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def query_with_inputs(
     Where it refuses pictures and sound as they are made up here: for text alone, with the reason in `ModelInput.missing`.
 
     Raises:
-        ValueError: an option requests what the model does not take, or what the planner raises for text alone.
+        ValueError: an option requests inputs that the model does not take, or the planner refuses text alone.
     """
     sample, inputs = _input(model, source, args, _media(args), predicted=True)
     if inputs.missing and _asked(args):
@@ -66,7 +66,7 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
 def _input(
     model: nn.Module, source: ModelSource, args: argparse.Namespace, media: Media, *, predicted: bool
 ) -> tuple[Any, ModelInput]:
-    """Return what the model is called with, and its words; `predicted`: as for `ModelSource.sample_input`."""
+    """Return the model's arguments, and their words; `predicted`: as for `ModelSource.sample_input`."""
     if args.input_shape:
         shape = parse_shape("--input-shape", args.input_shape)
         return torch.empty(shape, device="meta"), ModelInput({}, f"an input of {args.input_shape}")
@@ -92,7 +92,7 @@ def sample_for(
     """One training input for a built `source` on `device`: its own, random numbers of ``--input-shape``, or token ids.
 
     Raises:
-        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not state what it takes.
+        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not state its inputs.
     """
     for name, value in (("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
         check_whole(name, value, 1)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before torch is imported."""
+    """Raise ValueError for options that can be refused before torch is imported."""
     args.options = option_fields.read_options(PretrainOptions, args)
     check_model_name(args.options.model)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -39,7 +39,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Make what the file of ``--from`` in `argv` states the defaults of `parser`, and keep words on it for `read_from`.
+    """Make the settings in the file of ``--from`` in `argv` defaults of `parser`, and keep words for `read_from`.
 
     Raises:
         ValueError, OSError, ImportError: as `nemo_like.settings.read_settings`.
@@ -82,7 +82,7 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def read_from(args: argparse.Namespace) -> str:
-    """Return lines on what ``--from`` read; empty without it."""
+    """Return lines on the settings that ``--from`` read; empty without it."""
     return str(getattr(args, "from_words", ""))
 
 
@@ -95,7 +95,7 @@ def check_settings_to(args: argparse.Namespace) -> None:
 
 
 def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
-    """Write the file of ``--to``, if there is one, and name on standard error what its format does not have."""
+    """Write the file of ``--to``, if there is one, and name on standard error the options it cannot have."""
     if args.settings_to is None:
         return
     from nemo_like._util.words import dtype_word, parse_dtype

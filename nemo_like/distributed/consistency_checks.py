@@ -40,7 +40,7 @@ def check_agreement(
 
     Args:
         model: compared by its parameters' and buffers' names, dtypes, shapes, and whether they train or are meta.
-        job: what `parallelize` was asked on this rank, or what it raises for that: the other ranks hear of it.
+        job: the job of `parallelize` on this rank, or its error: the other ranks hear of it.
         device: of a call that is refused, as the caller wrote it: decides which process group is made.
         mesh: its ranks compare; default: all. With one rank, and for ``strategy="single"``, none does.
 
@@ -81,7 +81,7 @@ def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.Process
     """Raise where ranks that share batches were given different ones. A collective.
 
     Args:
-        batch: what a model is called with, by name. Contents of tensors are compared bitwise; those of `DTensor`,
+        batch: a model's arguments, by name. Contents of tensors are compared bitwise; those of `DTensor`,
             which are this rank's own, are not.
         groups: by the name of an axis, the ranks along it that must be given the same.
 
@@ -171,7 +171,7 @@ def devices_of(group: dist.ProcessGroup | None) -> set[str]:
 
 
 def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
-    """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
+    """Return every rank's `mine`, gathered along one group after the other, and sorted by its first item."""
     gathered = [mine]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
@@ -246,7 +246,7 @@ _ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio, as a signed n
 
 
 def _words_of(value: object, code: str, names: Mapping[nn.Module, str]) -> str:
-    """Return `code`, what a caller writes for `value`, where that tells it from all others, else its contents."""
+    """Return `code`, the text that a caller writes for `value`, where it is unique to it, else its contents."""
     told = " at 0x" not in code and " object at " not in code
     return code if told and not isinstance(value, Plan | tuple) else _describe(value, names)
 

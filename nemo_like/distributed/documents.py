@@ -105,7 +105,7 @@ class PackedCalls:
         return (), arguments
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
-        """The forward hook that ends what the pre-hook began."""
+        """End the packed call that the pre-hook began: the forward hook."""
         if not self._tokens:
             return
         rows = running.get()
@@ -200,7 +200,7 @@ class PackedCalls:
                     "This call has packed documents, and position_ids that go on where a document begins: leave "
                     "position_ids out, or restart them there."
                 )
-            # Those of a document may begin elsewhere than at zero; padding is apart from what it follows.
+            # Those of a document may begin elsewhere than at zero; padding is apart from the tokens before it.
             positions = torch.where(numbers == 0, positions, text.expand_as(positions))
         arguments = {name: value for name, value in arguments.items() if name not in _BESIDE}
         if streams is not None:
@@ -215,7 +215,7 @@ class PackedCalls:
                 self._refuse(model, "its own loss counts the label of a document's first token (write -100 there)")
         if self._shifts and isinstance(labels, Tensor):
             arguments["labels"] = labels.masked_fill(starts, IGNORED)
-            # Others are what the caller has each token predict, a document's last one too, whose next is not in the row.
+            # Others are the caller's targets of each token, a document's last one too, whose next is not in the row.
             if isinstance(moved, Tensor) and torch.equal(moved[:, :-1], labels[:, 1:]):
                 arguments["shift_labels"] = moved.masked_fill(nn.functional.pad(starts, (0, 1))[:, 1:], IGNORED)
         return arguments
@@ -264,7 +264,7 @@ def _text_and_streams(positions: object) -> tuple[Tensor | None, Tensor | None]:
 
 def _tell_masks_of_documents() -> None:
     """Have transformers' masks look at `running`, but those of flash attention; once in a process."""
-    # Not by `register`: what cp exchanges here and puts back would hide it.
+    # Not by `register`: the functions that cp exchanges here and puts back would hide it.
     mapping: Any = mask_functions()
     for name in ("sdpa", "eager", "flex_attention"):
         if not isinstance(mapping[name], _MaskOfDocuments):
@@ -292,7 +292,7 @@ class _MaskOfDocuments:
         return once_for_all_layers(mask, kwargs["dtype"]) if self._as_numbers else mask
 
 
-# Documents as numbers, and what follows from them.
+# Documents as numbers, and their starts, positions and lengths.
 
 
 def starts_of(numbers: Tensor) -> Tensor:
@@ -309,8 +309,8 @@ def since_start(starts: Tensor) -> Tensor:
 
 
 def lengths_of(starts: Tensor) -> dict[str, Any]:
-    """Return what kernels without masks are told of documents that begin at `starts`, (B, S), of all rows one after the
-    other."""
+    """Return the arguments of kernels without masks for documents beginning at `starts`, (B, S), of all rows in
+    turn."""
     begins = starts.flatten().nonzero()[:, 0].int()
     ends = torch.cat([begins, begins.new_tensor([starts.numel()])])
     longest = int(ends.diff().max())

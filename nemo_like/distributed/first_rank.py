@@ -85,7 +85,7 @@ def try_split(model: nn.Module, job: Job, layers: Sequence[Layer], whole: Collec
         model: bare; not changed.
         layers: of `model`.
         whole: names of modules that the plan of ``tp`` is not followed in.
-        sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
+        sample_input: the arguments of `model`; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """
     if job.cp.size > 1:
@@ -102,7 +102,7 @@ def try_context_parallel(
     Args:
         model: bare; not changed.
         options, layers: as for `nemo_like.distributed.context.check_context_parallel`, which comes first.
-        sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
+        sample_input: the arguments of `model`; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """
     # A method without masks would only report of a layer's own mask that it has none.
@@ -155,7 +155,7 @@ def _runs_whole(model: nn.Module, sample: tuple[tuple, dict[str, Any]]) -> bool:
 
 
 def _failure(model: nn.Module, sample: tuple[tuple, dict[str, Any]]) -> Exception | None:
-    """Return what the forward of `model` raises; None: it runs."""
+    """Return the error that the forward of `model` raises; None: it runs."""
     with cache_off(model), FakeRun(model=model) as run, quiet(FAKE_LOGGER):
         state = run.state(model)
         args, kwargs = run.sample(sample)
@@ -174,7 +174,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
 
 
 def _sample(model: nn.Module, sample_input: Any, ranks: int) -> tuple[tuple, dict[str, Any]] | None:
-    """Return what to call `model` with, on `ranks` that share it; None where it is not known."""
+    """Return arguments of `model`, on `ranks` that share it; None where they are not known."""
     if sample_input is not None:
         return split_sample(sample_input)
     inner: Any = base_model(model)

@@ -33,7 +33,7 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm over the *whole* model is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, and right where that one is not: parameters sharded over different meshes
-    (FSDP with FSDP x TP, HSDP) and plain tensors may be mixed. Each rank adds up what it holds, and one number per
+    (FSDP with FSDP x TP, HSDP) and plain tensors may be mixed. Each rank adds up its own gradients, and one number per
     kind of sharding is reduced over the ranks that hold different parts. Sums are taken in float32 at least.
 
     A collective: every rank of the mesh calls it. It does not wait for the device: the norm stays a tensor there.
@@ -207,16 +207,16 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
     ([[1, 2, 9], [3, 4, 0]], [[1, 2, -100], [3, 4, -100]], torch.Size([1, 3, 8, 8]))
 
     Args:
-        batch: what this rank would call the model with: ``input_ids`` (B, T), ``labels`` (B, T), perhaps
+        batch: this rank's arguments of the model: ``input_ids`` (B, T), ``labels`` (B, T), perhaps
             ``attention_mask`` and ``position_ids`` of that shape, and no image. Token types that only the sample has are
             0 for the batch.
         sample: one row made by the model's processor from a blank image: ``input_ids`` (1, S), and the inputs of the
             image (``pixel_values``, ``image_grid_thw``, ...). Tensors go to the device of the batch.
-        pad_token_id: what fills the other rows.
+        pad_token_id: fills the other rows.
 
     Raises:
         ValueError: no ``input_ids`` of these shapes; the batch has an image already; a tensor (B, T, ...) of another
-            name, of which it is not known what to append.
+            name, whose values for the sample are not known.
     """
     tokens, extra = batch.get(_TOKENS), sample.get(_TOKENS)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not isinstance(extra, Tensor) or extra.shape[:1] != (1,):

@@ -1,7 +1,7 @@
 """The process group: made from the launcher's environment, ended in the right order.
 
 Why the order matters. A gloo job aborts now and then at interpreter exit, all its work done ("terminate called without
-an active exception", SIGABRT). What happens, from the debugger's stack: gloo's own threads (``pt_gloo_runloop``) wake
+an active exception", SIGABRT). By the debugger's stack, gloo's own threads (``pt_gloo_runloop``) wake
 whoever waits for a collective first and drop the collective's tensors afterwards, for which they need the GIL where a
 tensor was seen by Python. If the main thread begins to end the interpreter while one of them waits for the GIL, CPython
 ends that thread with ``pthread_exit``. That unwinds through a C++ destructor that may not throw, and C++ calls
@@ -204,7 +204,7 @@ def _leave(patience: float) -> None:
     _wait_for_gloo(patience)
 
 
-_PAUSE = 0.02  # Seconds; four times what CPython lets a thread wait for the GIL before it takes it from another.
+_PAUSE = 0.02  # Seconds; four times as long as CPython lets a thread wait for the GIL before it takes it from another.
 
 
 def _wait_for_gloo(patience: float) -> None:
@@ -220,7 +220,7 @@ def _wait_for_gloo(patience: float) -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Thread number to what the kernel reports of it (state, how often it was switched); empty where there is no Linux."""
+    """Return the kernel's report of each of gloo's threads (state, how often it was switched); empty without Linux."""
     threads: dict[str, str] = {}
     for path in glob.glob("/proc/self/task/*/status"):
         try:

@@ -1,10 +1,10 @@
 """Ranks that gather together must run the same layers, as FSDP2 pairs collectives by their order alone.
 
 Where one rank skips a layer (LayerDrop, early exit, a loss of other layers), its next gather meets another layer's, and both
-ranks compute with a mixture of weights. So each rank follows what all ranks are known to run:
+ranks compute with a mixture of weights. So each rank follows the events that all ranks are known to run:
 
 1. An event is the start of a call, a gather of a unit in forward or in backward, its reduction, or the end of forward or
-   backward. Events form a tree: what was seen to follow what. All ranks have the same tree.
+   backward. Events form a tree by the order in which they were seen. All ranks have the same tree.
 2. Where nothing is known to follow, all ranks compare the event by a collective. So the first step is compared whole.
 3. An event that followed here the last time costs a look into a dict.
 4. A rank at any other event puts a question into the process group's store, and goes on when all ranks have put the same.
@@ -41,7 +41,7 @@ from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _MOST = 20_000  # Places in the tree; then it begins again. Ranks that drop layers at random, alike, would fill memory.
 _LOOK = 0.5  # Seconds between two looks at the store of a rank that has nothing to ask.
-_ANSWERS = 10.0  # Seconds that a rank waits for what the others ran, once it is known that they differ.
+_ANSWERS = 10.0  # Seconds that a rank waits for the others' events, once it is known that they differ.
 
 
 class _Place:

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of one job: who failed, and the sum of what each computed."""
+"""Agreement between the ranks of one job: who failed, and the sum of the numbers that each computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

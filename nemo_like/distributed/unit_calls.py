@@ -1,8 +1,9 @@
 """Guards around the calls of a sharded model and of its FSDP2 units.
 
 FSDP2 takes the parameters of a unit away, registers gathered copies while the unit runs, and rebuilds the containers that
-it is called with. What a bare module may do with these is lost then, without an error: train a gathered copy, write into
-it, exchange it, fill a list. Here it is made right where it can be, and else refused by name before a number is used.
+it is called with. Some effects of a bare module on these are lost then, without an error: a gathered copy that trains,
+is written or exchanged, a filled list. Here they are repaired where possible, and else refused by name before a number
+is used.
 """
 
 import weakref
@@ -55,11 +56,11 @@ _CALLS = 2
 
 
 class ModelCalls:
-    """Before, and after, each call of a sharded model: ``parameters()`` gives what trains, and forward reads that.
+    """Before, and after, each call of a sharded model: ``parameters()`` gives trained shards, and forward reads them.
 
     FSDP2 leaves some units gathered behind forward. Their copies would go into an optimizer that is built then, or would
     be computed with again after the optimizer's step (pytorch#144289). So the shards are registered as soon as forward
-    has ended, and what was gathered is freed where no backward has come in between, or a shard was written.
+    has ended, and gathered copies are freed where no backward has come in between, or a shard was written.
 
     Args:
         held: units that stay gathered after forward.
@@ -102,7 +103,7 @@ class ModelCalls:
         for unit in self._held:
             if not torch.is_grad_enabled():
                 unit.reshard()  # type: ignore[operator]
-            elif not self._keep:  # a backward in halves looks for what was gathered, and a pipeline shows shards itself
+            elif not self._keep:  # a backward in halves looks for gathered copies, and a pipeline shows shards itself
                 register_shards(unit)
 
     def around(self, name: str) -> None:
@@ -194,7 +195,7 @@ class UnitCalls:
                     module.register_forward_hook(self._reach)
 
     def _reach(self, _module: nn.Module, _args: object, output: object) -> None:
-        """Have the unit gathered for a loss of what a hook inside of it has seen, though its own output is not used."""
+        """Have the unit gathered for a loss of tensors that a hook inside it saw, though its own output is not used."""
         if torch.is_grad_enabled() and not in_backward() and not torch.compiler.is_compiling():
             gather_before_backward_of(self._unit, [t for t in tensors_in(output) if t.requires_grad])
 
@@ -243,8 +244,8 @@ class UnitCalls:
 
 # Tensors that a layer keeps on itself, or puts into a list of its file, such as an auxiliary loss: FSDP2 gathers for them.
 #
-# FSDP2 gathers a unit's weights again when a gradient reaches what the unit returned. A gradient that reaches only what a
-# layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
+# FSDP2 gathers a unit's weights again when a gradient reaches the unit's output. A gradient that reaches only a tensor
+# that a layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
 
 _LOOKS = 4  # Forwards of a unit after which all attributes are looked at; later ones look where something was found.
 _NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}

@@ -1,6 +1,6 @@
 """Decide which parameters are gathered together, before anything is changed.
 
-A *unit* is what one call of ``fully_shard`` makes: parameters that are gathered by one all-gather and reduced by one
+A *unit* is made by one call of ``fully_shard``: parameters that are gathered by one all-gather and reduced by one
 reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
 """
 
@@ -36,14 +36,14 @@ class Unit:
 
 @dataclass
 class UnitPlan:
-    """Every unit of a model, and what is left out of all of them."""
+    """Every unit of a model, and the parameters left out of all of them."""
 
     layers: list[Unit]  # In the order of the caller's layers, shared ones once.
     tail: Unit | None
     embedding: Unit | None  # The input embedding of a model whose head is the tail, and has a weight of its own.
     root: Unit
     by_dtype: list[Unit]
-    # Whole on every rank: parameters that are not floating point, frozen scalars, what the caller left out.
+    # Whole on every rank: parameters that are not floating point, frozen scalars, those that the caller left out.
     replicated: list[nn.Parameter]
     # Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters.
     theirs: list[nn.Module]
@@ -150,7 +150,7 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
 
 
 def padded_rows(param: torch.Tensor, ranks: int) -> int:
-    """The size of dim 0 with what FSDP2 pads it by, so that `ranks` ranks divide it."""
+    """Return the size of dim 0 with FSDP2's padding, so that `ranks` ranks divide it."""
     return -(-param.shape[0] // ranks) * ranks
 
 
@@ -176,12 +176,12 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
 
 
 def _within(module: nn.Module, inside: set[nn.Module]) -> bool:
-    """Return whether `module`, or what it wraps, is among or below the modules that the caller sharded."""
+    """Return whether `module`, or the module it wraps, is among or below the modules that the caller sharded."""
     return module in inside or (isinstance(module, CheckpointWrapper) and wrapped_module(module) in inside)
 
 
 def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module, str]) -> dict[nn.Module, str]:
-    """The layers as registered modules (a wrapper in place of what it wraps), once each, with their groups."""
+    """Return the layers as registered modules (a wrapper in place of its module), once each, with their groups."""
     wrapper_of = {wrapped_module(m): m for m in names if isinstance(m, CheckpointWrapper)}
     groups: dict[nn.Module, str] = {}
     for index, layer in enumerate(layers):

@@ -30,7 +30,7 @@ class OptimizerInBackward:
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
             ValueError: it is of other parameters; nothing is loaded.

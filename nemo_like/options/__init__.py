@@ -1,7 +1,7 @@
 """Options of a caller: frozen dataclasses that check themselves, and the parsing of their short strings.
 
 Nothing here touches a model. Everything raises `ValueError` (a wrong value) or `TypeError` (a wrong kind of value) with
-the value, the reason and what is accepted. A default is set here and nowhere else.
+the value, the reason and the accepted values. A default is set here and nowhere else.
 """
 
 from nemo_like._util.words import (

@@ -59,7 +59,7 @@ class CheckpointConfig:
     ops_to_save: Sequence[str] | None = None
     """Ops under ``torch.ops`` whose outputs are saved, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
     policy: Any = None
-    """A policy object that decides what is saved inside each region of ``selective``, ``submodule`` or ``sequential``.
+    """A policy object that decides which outputs each region of ``selective``, ``submodule`` or ``sequential`` saves.
     None: `SelectivePolicy()` for ``selective``, nothing for the others."""
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class CheckpointConfig:
 
 
 def is_policy(value: object) -> bool:
-    """Return whether `value` has what the engine needs of a policy (and is not the class of one)."""
+    """Return whether `value` has the attributes of a policy that the engine needs (and is not the class of one)."""
     parts = ("keeps_nothing", "tracked_ops", "start")
     return not isinstance(value, type) and all(hasattr(value, name) for name in parts)
 
@@ -186,8 +186,8 @@ class MemoryBudget:
     fraction: float | None = None
     """Share (0 to 1) of the activation bytes that no checkpointing would hold."""
     device_share: float | None = None
-    """Peak bytes per rank as a share (0 to 1) of the device's memory. What is left is for the CUDA context,
-    communication buffers and fragmentation."""
+    """Peak bytes per rank as a share (0 to 1) of the device's memory. The rest is for the CUDA context, communication
+    buffers and fragmentation."""
 
     def __post_init__(self) -> None:
         limits = [name for name in field_names(MemoryBudget) if getattr(self, name) is not None]
@@ -256,8 +256,7 @@ class MemoryBudget:
 
 
 def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
-    """Return what ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads
-    it.
+    """Return the meaning of ``ac=``: a `CheckpointConfig`, or a `MemoryBudget` for the planner. Only this reads it.
 
     Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"`` and ``"sequential"``.
     Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), either dataclass, or the

@@ -25,8 +25,8 @@ class PlanSearch:
     """
 
     host: bool = flagged(False, group="memory", kind=bool)
-    """Also consider keeping outputs in CPU memory, over the device's link. What computing does not hide of the copies
-    counts as time."""
+    """Also consider keeping outputs in CPU memory, over the device's link. Time of the copies that computing does not
+    hide counts."""
     host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
     """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
@@ -42,7 +42,7 @@ class PlanSearch:
 
     @classmethod
     def of(cls, search: PlanSearch | None) -> PlanSearch:
-        """Return what ``search=`` means: the object, or None: the defaults.
+        """Return the meaning of ``search=``: the object, or None: the defaults.
 
         Raises:
             TypeError: something else.
@@ -93,7 +93,7 @@ class AllocatorConfig:
 
     @classmethod
     def of(cls, allocator: AllocatorConfig | str | None) -> AllocatorConfig:
-        """Return what ``allocator=`` means: the object, a text as in ``PYTORCH_ALLOC_CONF``, or None: torch's defaults.
+        """Return the meaning of ``allocator=``: the object, ``PYTORCH_ALLOC_CONF`` text, or None: torch's defaults.
 
         Raises:
             ValueError: as `parse`.

@@ -1,5 +1,5 @@
-"""The optimizers: one object each, with all that is read of one; what it stores on one rank is its state and the
-temporaries of its step (of torch's: ``torch/optim/adam.py``, torch 2.13)."""
+"""The optimizers: one object each, with all that is read of one. On one rank it stores its state and the temporaries of
+its step (of torch's: ``torch/optim/adam.py``, torch 2.13)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class OptimizerFacts:
     host_passes: float | None = None
     # Torch's own, for parameters on the CPU; None: torch brings none.
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
-    forms: tuple[str, ...] = ()  # Words of what it may be, where torch decides by the device.
+    forms: tuple[str, ...] = ()  # Words of its possible forms, where torch decides by the device.
     lighter: str | None = None  # The word of one that trains as well with less state.
 
     def form_on(self, device: str) -> str:
@@ -185,7 +185,7 @@ def _with_muon(trained: Sequence[TrainedParameter], device: str) -> OptimizerMem
 
 
 def _orthogonalized(param: TrainedParameter) -> tuple[int, ...]:
-    """Return the bytes of one matrix: the update, what products take beyond the two iterates, and the iterates. The
+    """Return the bytes of one matrix: the update, the products beyond the two iterates, and the iterates. The
     last one stays."""
     short = min(param.shape)
     update, iterate, product = math.prod(param.shape) * param.itemsize, 2 * math.prod(param.shape), 2 * short * short

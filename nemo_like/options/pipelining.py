@@ -199,8 +199,9 @@ class PipelineParallel(Axis):
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
-    that they have in `model`. A stage's forward is called with what the stage before it returned (a floating-point tensor,
-    or a tuple of them), as positions, and with what it names of a micro-batch; the last stage's returns the loss."""
+    that they have in `model`. A stage's forward is called with the output of the stage before it (a floating-point
+    tensor, or a tuple of them), as positions, and with the entries of a micro-batch that it names; the last stage's
+    returns the loss."""
 
     def __post_init__(self) -> None:
         check_whole("pp", self.size, 1, "ranks")

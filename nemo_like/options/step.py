@@ -60,7 +60,7 @@ class ChunkedLoss:
     z_loss: float = 0.0
     """Weight of ``logsumexp(logits) ** 2``, added for each token (PaLM's z-loss, Chowdhery et al. 2022, section 5)."""
     compile: str | None = None
-    """Compile what is done with the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+    """Compile the code for the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
     None: as the layers are compiled in `parallelize`; elsewhere not."""
 
     def __post_init__(self) -> None:
@@ -96,8 +96,7 @@ class ChunkedLoss:
 
     @classmethod
     def of(cls, loss: str | ChunkedLoss | None) -> ChunkedLoss | None:
-        """Return what ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model
-        does).
+        """Return the meaning of ``loss=``: the object, its defaults for ``"chunked"``, None for ``"model"``.
 
         Raises:
             ValueError: an unknown word.
@@ -113,7 +112,7 @@ class ChunkedLoss:
         return cls() if word == "chunked" else None
 
 
-# How the training loop goes through a step: what a memory budget has to know besides the model.
+# The training loop's way through a step: the facts that a memory budget needs in addition to the model.
 
 OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
 ADAMW = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused")
@@ -171,7 +170,7 @@ class StepSpec:
     of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
     ``sgd-momentum``."""
     loss_fn: Callable[[Any], torch.Tensor] | None = None
-    """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
+    """The loss of the model's output, where the loop computes it. It is called on tensors without values on the
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
     float32 of its first tensor that has a gradient, shifted by one token."""
     ema: bool = flagged(False, "plan fit", "training", kind=bool)
@@ -202,7 +201,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, step: StepSpec | None, optimizer: str | None = None) -> StepSpec:
-        """Return what ``step=`` and ``optimizer=`` mean together; None: the defaults.
+        """Return the meaning of ``step=`` and ``optimizer=`` together; None: the defaults.
 
         Raises:
             TypeError: `step` is something else.

@@ -1,4 +1,4 @@
-"""Planning: what to keep of each layer for a memory budget, and what a training step will peak at, without a GPU.
+"""Planning: the tensors of each layer to save for a memory budget, and the peak of a training step, without a GPU.
 
 Names are imported when they are asked for: a job without a budget runs nothing of this folder but the check of a split.
 """

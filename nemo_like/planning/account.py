@@ -70,7 +70,7 @@ class Explained:
         return None if self.explain is None else self.explain()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is sent to other ranks: the account, and not what it is made of."""
+        """Return the fields that are sent to other ranks: the account, and not its sources."""
         return {**vars(self), "account": self.account, "explain": None}
 
     def explanation(self) -> str:
@@ -162,7 +162,7 @@ def _sends(query: PlanQuery, rank: int) -> int:
 
 
 def _optimizer(stages: Sequence[Stage]) -> str:
-    """Return in words what the optimizer's step waits for."""
+    """Return in words the launches or passes that the optimizer's step waits for."""
     name, device = stages[0].job.step.optimizer, stages[0].device
     here = [param for stage in stages for param in stage.sharding.trained]
     on_host = [param for stage in stages for param in stage.sharding.trained_on_host]
@@ -261,7 +261,7 @@ def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
 
 
 def _static_rows(stage: Stage) -> dict[str, list[Row]]:
-    """Return rows of parameters and optimizer state, of layers and of what is outside the layers."""
+    """Return rows of parameters and optimizer state, of layers and outside the layers."""
     sharding, name = stage.sharding, stage.job.step.optimizer
     parameters = {
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),

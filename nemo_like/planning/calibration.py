@@ -1,8 +1,8 @@
 """Rates of a device: measured on the one at hand, or fitted to the log of a step; and the files that plans read them from.
 
-Measured ones replace the rates in the table of devices: matmuls, fused attention, memory, launches, the bus to the node's
-CPU memory, and what ranks send each other where several run. Attention is causal, with the FLOPs of all keys, as the planner
-counts them.
+Measured ones replace the rates in the table of devices: matmuls, fused attention, memory, launches, the bus to the
+node's CPU memory, and all-gathers where several ranks run. Attention is causal, with the FLOPs of all keys, as the
+planner counts them.
 """
 
 import json
@@ -33,7 +33,7 @@ SECONDS = 3.0  # Most seconds of one measurement, of which there are at most ten
 def calibrate(seconds: float | None = None) -> Path:
     """Measure the device at hand, in less than a minute, write its rates to its file, and return the path.
 
-    Where a process group is up, all ranks call this; what they send each other is measured, too, and rank 0 writes.
+    Where a process group is up, all ranks call this; all-gathers are measured, too, and rank 0 writes.
 
     Args:
         seconds: most seconds of one measurement (default: `SECONDS`).
@@ -168,7 +168,7 @@ def _gather(device: torch.device) -> float:
 
 MOST = 4.0  # Largest factor of rates; its inverse is the least.
 _NUMBER = r"([\d.,]+)\s*([KM]?)"
-# By program, what its log has of a step, and the unit: ``tokens`` are those of one GPU in a second.
+# By program, the time or speed of a step in its log, and the unit: ``tokens`` are those of one GPU in a second.
 _LOGS: Mapping[str, tuple[str, str]] = {
     "torchtitan": (rf"\bstep:\s*\d+\b.*\btps:\s*{_NUMBER}", "tokens"),
     "KempnerForge": (rf"\bstep_time={_NUMBER}s?", "seconds"),

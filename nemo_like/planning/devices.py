@@ -36,7 +36,7 @@ class Device:
     sources: Mapping[str, str]
     # CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``.
     capability: tuple[int, int] = (8, 0)
-    peak_flops: float = 0.0  # FLOP/s in 16 bits by the data sheet: what a share of (MFU) is of. 0: unknown.
+    peak_flops: float = 0.0  # FLOP/s in 16 bits by the data sheet, of which MFU is a share. 0: unknown.
     # Bytes per second that a collective reaches between devices of one node, one direction of one device.
     nvlink: float = 20e9
     network: float = 10e9  # The same between nodes.
@@ -49,7 +49,7 @@ class Device:
     host_bandwidth: float = 0.0
     # Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted.
     processors: int = 0
-    # Bytes of a CUDA context with the kernels that training loads: what is there before torch's allocator has any.
+    # Bytes of a CUDA context with the kernels that training loads: taken before torch's allocator has any.
     context_bytes: int = 512 << 20
 
     def flops_of(self, op: OpOverload, *, half: bool) -> float:
@@ -126,7 +126,7 @@ def device_of(job: Job) -> Device:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what was measured: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
+    """Return the folder of measured rates: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
     if folder := os.environ.get("NEMO_LIKE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"

@@ -132,7 +132,7 @@ def describe(
     """Return choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
 
     Args:
-        query, choices: the job, and what was chosen for it.
+        query, choices: the job, and its chosen checkpointing.
         asked: the budget, as the caller wrote it.
         gap: seconds that better choices could save at most.
         reserved, peaks: of the fullest ranks, and of every rank, where they are known already.
@@ -184,7 +184,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
         problem = part.problems[call.kind]
         before = layers.get(call.fqn)
         if before is not None and not problem.trace.saves_something:
-            continue  # a call without gradients: what the layer saves is decided by its others
+            continue  # a call without gradients: the layer's other calls decide its saved tensors
         if before is not None and not before.none_bytes:
             before = None  # and this is the first of those
         times = 1 if before is None else before.recompute_flops // max(1, choice.recompute_flops) + 1
@@ -310,7 +310,7 @@ class PlannedRank:
 
 
 def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> PlannedRank:
-    """Plan `job`, and predict what `rank` peaks at.
+    """Plan `job`, and predict the peak of `rank`.
 
     Raises:
         ValueError: as `nemo_like.planning.plan_for`, where no plan is made of such a model or job.

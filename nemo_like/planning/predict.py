@@ -49,15 +49,15 @@ def predict(
     ('none', "model = parallelize(model, strategy='fsdp2', ac='none')")
 
     Args:
-        model: a module on any device, ``meta`` included; or what ``nemo-like plan --model`` takes.
-        job: what `Job.of` made of keywords; instead of them.
+        model: a module on any device, ``meta`` included; or a value of ``nemo-like plan --model``.
+        job: a `Job`, instead of keywords.
         gpus: devices in all, as the keyword ``world_size``. ``"min"``: the fewest that fit, of whole nodes above one.
         seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
         budgets: further rows of the report, as they are written after ``ac=``.
-        memory: bytes that a step may take on each device, or ``"70GiB"``. Default: all but 5 % and what is outside of
-            torch's allocator.
+        memory: bytes that a step may take on each device, or ``"70GiB"``. Default: all but 5 % and the memory outside
+            of torch's allocator.
         dtype: dtype of the parameters, where `model` is a name. Default: float32.
         what_if: also report the effects of single changes of the job: `PlanReport.what_if`.
         asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.
@@ -150,7 +150,7 @@ def answered(
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
-    """Return the report of `step`, and what it was made from, with the searched size set to the answer of `search`.
+    """Return `step` with the searched size set to the answer of `search`, its query, and its report.
 
     Args:
         step: the step; its own value of the searched size is where the search begins.

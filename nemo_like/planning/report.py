@@ -1,4 +1,4 @@
-"""The answer of a plan: whether it fits, with which checkpointing, how fast, and what a change of the job would do."""
+"""The answer of a plan: whether it fits, with which checkpointing, how fast, and the effects of changes of the job."""
 
 import math
 from collections import Counter
@@ -172,7 +172,7 @@ class PlanReport:
         return self.tokens * count / row.seconds / sharing
 
     def slower(self, row: ReportRow) -> float:
-        """Return by what share the step of `row` is longer than one without checkpointing."""
+        """Return the share by which the step of `row` is longer than one without checkpointing."""
         return row.seconds / self.rows[0].seconds - 1 if self.rows[0].seconds else 0.0
 
     def verdict(self) -> str:
@@ -236,7 +236,7 @@ class PlanReport:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
 
         Args:
-            explain: also report the parts of the peak, and what the columns mean.
+            explain: also report the parts of the peak, and the meanings of the columns.
         """
         table, unit = self.table(), self._unit()
         first = f"{self.answer}\n{self.verdict()}".strip()
@@ -598,6 +598,6 @@ def gpu_unit(tp: int, cp: int, ep: int, pp: int, dp_replicate: int) -> int:
 
 
 def gpu_counts(job: Job, per_host: int) -> list[int]:
-    """Return the numbers of devices that a job could run on: what its axes allow, and whole nodes above one."""
+    """Return the numbers of devices that a job could run on: those that its axes allow, whole nodes above one."""
     unit = gpu_unit(job.tp.size, job.cp.size, job.ep.size, job.pp.size, job.dp_replicate)
     return [count for count in range(unit, MOST_GPUS + 1, unit) if count <= per_host or count % per_host == 0]

@@ -21,12 +21,12 @@ _TILE = (128, 256)
 
 
 def op_seconds(op: OpRecord, device: Device) -> float:
-    """Return the seconds of one operator: of its kernel, or of what it sends to other ranks."""
+    """Return the seconds of one operator: of its kernel, or of its sends to other ranks."""
     row = ops.facts(op.op)
     if op.view:
         return 0.0
     if row.exchange:
-        # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
+        # Half of its bytes are sent. A network card reaches the device over the bus to the host, so that bus bounds it.
         return op.moved / 2 / device.host_link
     if row.received is not None:
         return max(row.received(op.moved - op.bytes, op.bytes) / device.host_link, op.moved / device.bandwidth)
@@ -34,7 +34,7 @@ def op_seconds(op: OpRecord, device: Device) -> float:
 
 
 def kernel_seconds(op: OpRecord, device: Device) -> float:
-    """Return the seconds of one kernel; 0 for a view, and for what is sent (`nemo_like.planning.predictions.seconds`).
+    """Return the seconds of one kernel; 0 for a view, and for sends (`nemo_like.planning.predictions.seconds`).
 
     The longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth (Williams et al.,
     "Roofline", CACM 2009), and at least a launch. A matrix product fills the processors in whole waves of tiles, so that one
@@ -186,8 +186,8 @@ def reduce_seconds(size: int, group: RankGroup, device: Device) -> float:
 
 
 def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
-    """An all-to-all in which each rank sends `size` bytes in all: what stays on the host goes over its links beside what
-    leaves it, each rank over its own card."""
+    """Return the seconds of an all-to-all of `size` bytes of each rank: bytes within the host go over its links while
+    the others go over each rank's own card."""
     if group.ranks == 1 or not size:
         return 0.0
     inside = size * (group.per_host - 1) / group.ranks / device.nvlink
@@ -209,7 +209,7 @@ def _rate(forward: float, backward: float) -> float:
     return (forward + backward) / _FASTER * 1e-6
 
 
-# For each operator of a layer's forward, views included, by what runs around it.
+# For each operator of a layer's forward, views included, by the region around it.
 _ALONE = _rate(4.6, 5.8)
 _FULL = _rate(9.0, 17.1)
 _BY_OPERATOR = _rate(17.3, 26.7)

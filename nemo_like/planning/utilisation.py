@@ -1,6 +1,6 @@
-"""Count what a step of a language model has to compute, and against which speed: model FLOPs utilisation (MFU).
+"""Count the FLOPs that a step of a language model has to compute, against a peak speed: model FLOPs utilisation (MFU).
 
-As in PaLM (arXiv 2204.02311, appendix B), what the model needs counts, not what checkpointing recomputes. A token attends
+As in PaLM (arXiv 2204.02311, appendix B), the model's own FLOPs count, not recomputed ones. A token attends
 to all tokens of its row (of its window, where a layer has one). The planner counts it the same way, without halving for the
 causal mask.
 """
@@ -115,7 +115,7 @@ class Utilisation:
 
     flops: StepFlops | None
     peak: float  # FLOP/s of one device.
-    words: str  # For people, in one line: what it is a share of, or why it is left out.
+    words: str  # For people, in one line: the peak that MFU is a share of, or why it is left out.
 
     @classmethod
     def for_model(cls, model: nn.Module, device: Device, precision: Precision) -> Utilisation:

@@ -26,11 +26,11 @@ def _flags(values: Mapping[str, Any]) -> str:
 
 
 class MemoryRanOutError(RuntimeError):
-    """A step does not fit; the message has what would lower its peak."""
+    """A step does not fit; the message has changes that would lower its peak."""
 
 
 def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
-    """Raise `MemoryRanOutError` with what to change in `step`, where memory runs out inside."""
+    """Raise `MemoryRanOutError` with changes of `step`, where memory runs out inside."""
 
     def told(error: RuntimeError, ways: list[str]) -> MemoryRanOutError:
         reason = str(error).strip().splitlines()[0]
@@ -51,7 +51,7 @@ class PlannedStep:
     device: Device | None = None  # default: the one that `ranks` train on
 
     def query(self, options: PretrainOptions) -> PlanQuery:
-        """Return the question of what a rank needs."""
+        """Return the query for the bytes that a rank needs."""
         if self.ranks.pp > 1:
             raise ValueError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
         device = self.device or device_at_hand(self.ranks.device.type)

@@ -40,7 +40,7 @@ def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def about_run(options: Any, files: str, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the facts that are saved with the tensors; `files` is the fingerprint of what ``--data`` names."""
+    """Return the facts that are saved with the tensors; `files` is the fingerprint of the files of ``--data``."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(get_model_state(model).items())]
     about = {"model": options.model, "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]}
     fixed, changing = ({name: getattr(options, name) for name in names} for names in (options.fixed, _MAY_CHANGE))

@@ -61,7 +61,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextData:
-    """A text, split by document into what is trained on and what is held out."""
+    """A text, split by document into a part to train on and a part that is held out."""
 
     train: Corpus
     held_out: Corpus
@@ -74,7 +74,7 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
     """The text at `data`; None: the running Python's standard library, sources and documents.
 
     That is a file, or a folder of which every file counts that has text in it (no NUL in its first 8 KiB), hidden ones left
-    out, in the order of their names; or what `open_samples` reads with a column ``text``. Held out are whole documents,
+    out, in the order of their names; or samples with a column ``text`` (`open_samples`). Held out are whole documents,
     chosen by a hash of their names, up to 5 % of the bytes; of a single file, its last 5 %.
 
     Raises:
@@ -150,7 +150,7 @@ def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
 
 
 def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
-    """Return what is trained on and what is held out; both keep the order."""
+    """Return the documents to train on and those held out; both keep the order."""
     if len(documents) == 1:
         whole = documents[0][1]
         cut = len(whole) - math.ceil(len(whole) * HELD_OUT_SHARE)
@@ -229,13 +229,13 @@ def as_tokens(text: TextData, tokenizer: str) -> TextData:
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs that a model is called with, and what it is to predict."""
+    """The inputs that a model is called with, and the tokens that it is to predict."""
 
     inputs: torch.Tensor  # (B, T) int64.
-    targets: torch.Tensor  # (B, T) int64: what follows each input.
+    targets: torch.Tensor  # (B, T) int64: the token after each input.
 
     def with_labels(self) -> dict[str, torch.Tensor]:
-        """Return what a model is called with that computes its loss by itself, by name."""
+        """Return the arguments by name of a model that computes its own loss."""
         return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets}
 
     def to(self, device: torch.device) -> Batch:
@@ -255,7 +255,7 @@ class TextRows:
     """Windows to train on, by step. Every window is used once per epoch, in an order shuffled again each epoch.
 
     Args:
-        corpus: what is trained on.
+        corpus: the text to train on.
         seq_len: tokens that the model sees per sample; a sample reads one more, the last target.
         batch_size: samples per step over all ranks and micro-batches.
         seed: of the order.
@@ -310,7 +310,7 @@ class HeldOutText:
         return read_windows(self._corpus, [self.starts[i] for i in numbers], self._seq_len)
 
     def entropy(self) -> float:
-        """Unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
+        """Unigram entropy of the targets, nats: a model that ignores context gets no lower loss."""
         return unigram_entropy(self.batch(range(len(self.starts))).targets)
 
 

@@ -75,7 +75,7 @@ class LossLog:
         self._unread.append(torch.stack([loss, norm.to(loss.device)]))
 
     def read(self) -> None:
-        """Bring what was added from the device and take the mean over ranks. A collective.
+        """Bring the added numbers from the device and take the mean over ranks. A collective.
 
         Raises:
             DivergedError: a loss or norm is infinite or NaN; on every rank.
@@ -93,7 +93,7 @@ class LossLog:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the run ran on."""
+    """Return the versions of the software that the run ran on."""
     installed = {"nemo_like": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("transformers", "tokenizers"):

@@ -1,4 +1,4 @@
-"""The training loop of pretraining: what makes the model ready, steps, reports, evaluations, checkpoints."""
+"""The training loop of pretraining: model setup, steps, reports, evaluations, checkpoints."""
 
 import contextlib
 import dataclasses
@@ -159,7 +159,7 @@ class Pretraining:
 
         Raises:
             DivergedError: the loss is not finite; on every rank, after the last sound checkpoint is complete.
-            MemoryRanOutError: a step does not fit; the message has what to change.
+            MemoryRanOutError: a step does not fit; the message has changes that help.
         """
         options = self.options
         progress = Progress(options.steps, self.ranks.device)
@@ -194,7 +194,7 @@ class Pretraining:
             yield f"resumed after step {self.step}{left}"
 
     def _advance(self, progress: Progress, stop: Interrupt) -> None:
-        """One step and what follows it: report, evaluation, checkpoint."""
+        """Run one step, then its report, evaluation and checkpoint, where due."""
         options = self.options
         start = time.perf_counter()
         self._train_step()
@@ -267,7 +267,7 @@ class Pretraining:
             batch.set_exception(error)
         return batch
 
-    # --- what is told of a run ----------------------------------------------------------------------------------------
+    # --- facts about a run --------------------------------------------------------------------------------------------
 
     @property
     def strategy(self) -> str:
@@ -345,7 +345,7 @@ def with_sequences(options: PretrainOptions, model: nn.Module) -> PretrainOption
 
 
 def make_optimizer(model: nn.Module, options: PretrainOptions) -> torch.optim.AdamW:
-    """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
+    """Return AdamW over the trained parameters; weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("The model has no parameter that trains: every requires_grad is False.")

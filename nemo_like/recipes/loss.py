@@ -92,6 +92,6 @@ def _cross_entropy(output: Any, target: torch.Tensor, reduction: str) -> torch.T
 
 
 def planned_loss(output: Any) -> torch.Tensor:
-    """The loss of `MeanLoss` for what the model returned, with targets of the right shape: what a budget counts."""
+    """Return the loss of `MeanLoss` for the model's output, with targets of the right shape, as a budget counts it."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return _cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), "mean")

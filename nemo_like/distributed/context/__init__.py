@@ -29,7 +29,7 @@ def check_context_parallel(
     """The stack of `model` that `options` would cut; changes nothing. `call`: as for `apply_context_parallel`.
 
     Raises:
-        ValueError: a model whose sequences cannot be cut, naming what mixes along them; a method that does not fit it.
+        ValueError: a model whose sequences cannot be cut, naming the mixing module; a method that does not fit it.
     """
     stack = find_stack(model, layers, call)
     if getattr(getattr(bare(model), "config", None), "output_router_logits", False):
@@ -63,7 +63,7 @@ def apply_context_parallel(
     Args:
         mesh: the one-dimensional mesh, ``mesh["cp"]``.
         layers: the repeated layers; None: they are found.
-        call: a module whose hooks see what the model is called with (a pipeline's stage is called with hidden states);
+        call: a module whose hooks see the model's inputs (a pipeline's stage is called with hidden states);
             None: `model`.
 
     Raises:

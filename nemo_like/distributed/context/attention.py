@@ -1,9 +1,9 @@
 """Attention of a part's queries over the keys of the whole sequence, in the place of two functions.
 
-Models of transformers look their attention up by a name in their config. The names registered here mean "gather,
-then what the model had": so scales, soft caps, sinks and dropout stay those of the model, and only keys, values
-and the mask are others. In plain models, torch's `scaled_dot_product_attention` is replaced while forward runs, and
-recomputation in backward sees it again, because the engine puts back what forward saw.
+Models of transformers look their attention up by a name in their config. The names registered here mean "gather, then
+the model's own function": so scales, soft caps, sinks and dropout stay those of the model, and only keys, values and
+the mask are others. In plain models, torch's `scaled_dot_product_attention` is replaced while forward runs, and
+recomputation in backward sees it again, because the engine puts back the functions that forward saw.
 
 Masks come first: of a part's queries (rows) over the keys of the whole sequence (columns).
 """

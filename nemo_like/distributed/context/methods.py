@@ -7,7 +7,7 @@ exact (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018
 heads. They are saved as this rank's part: backward gets those of the other ranks once more.
 
 Which blocks come when, and from which rank, is up to the method (`ContextMethod.blocks`). The operators that a method
-sends with define what plans count for them (`sequence_ops`).
+sends with define the bytes that plans count for them (`sequence_ops`).
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ def causal_attention(
 
 
 def _merge(out: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
-    """Put the attention of some queries over more keys to what they have, in place."""
+    """Merge the attention of some queries over more keys into theirs so far, in place."""
     after = torch.logaddexp(total, lse)
     out.mul_(total.sub_(after).exp_()[..., None]).addcmul_(part.to(out.dtype), (lse - after).exp_()[..., None])
     total.copy_(after)
@@ -292,7 +292,7 @@ def _add(sums: Tensor, grads: Any) -> None:
 
 # ``ring``: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.
 #
-# With chunk r and the r-th chunk from the end on rank r, and a causal mask, what comes from rank o needs one of three
+# With chunk r and the r-th chunk from the end on rank r, and a causal mask, keys and values of rank o need one of three
 # blocks: from the own rank a causal one; from a lower one its first chunk, seen by all queries; from a higher one both of
 # its chunks, seen by the second half of the queries. In backward keys and values go round again, and their gradients with
 # them, until they are back.

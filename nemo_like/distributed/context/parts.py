@@ -29,13 +29,13 @@ MARK = "_nemo_like_sequence_parts"
 
 @dataclass(frozen=True)
 class CutStack:
-    """A module whose layers run on parts of sequences, and what is around them on whole ones."""
+    """A module whose layers run on parts of sequences, and the modules around them on whole ones."""
 
     name: str  # In the original model; empty: the model itself.
     module: nn.Module
     layers: tuple[nn.Module, ...]
     transformers: bool  # The stack is one of transformers; else its attention goes through torch's functions.
-    call: nn.Module  # Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage.
+    call: nn.Module  # The module whose hooks see its inputs: `module`, but for a model that is a pipeline's stage.
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class ContextMethod(ABC):
 
     @abstractmethod
     def attend(self, call: Attention) -> Any:
-        """Return what `call.function` would for this rank's queries, over the keys of the whole sequence."""
+        """Return the result of `call.function` for this rank's queries over the keys of the whole sequence."""
 
     def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
         """Yield the blocks of causal attention, given this rank's keys and values (2, B, KV heads, L, D)."""
@@ -109,7 +109,7 @@ class Parts:
     planning: bool = False  # Tensors have no values, and there are no other ranks.
     verifying: str | None = None  # ``whole`` or ``parts`` in the two calls that are compared.
     seen: list[Tensor] = field(default_factory=list)  # In these calls: the hidden states that the stack gave.
-    whole_head: bool = False  # In this call, what comes behind the stack gets whole sequences, on every rank.
+    whole_head: bool = False  # In this call, the modules behind the stack get whole sequences, on every rank.
     idle: bool = False  # This call is not cut: every rank has whole sequences (generation with a cache).
 
     def cut(self, whole: Tensor, dim: int, value: float = 0) -> Tensor:
@@ -349,7 +349,7 @@ def _shape(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-# What a model or a stack returns.
+# The outputs of a model or a stack.
 
 
 def tensors_of(output: object) -> list[Tensor]:

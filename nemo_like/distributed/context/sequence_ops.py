@@ -134,9 +134,9 @@ is_undone_by(heads_for_sequence, sequence_for_heads)
 is_undone_by(sequence_for_heads, heads_for_sequence)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
-# Saved, unless a plan repeats them or puts their results on the host; but for what is gathered, since keeping that would
-# undo what cutting it saves. Gathering, a rank receives what it does not have, into a buffer of the whole; by all-to-all, at
-# most as much as it has, from one copy into another.
+# Saved, unless a plan repeats them or puts their results on the host; but for gathered tensors, since keeping them
+# would undo the saving of the cut. Gathering, a rank receives the parts it does not have, into a buffer of the whole;
+# by all-to-all, at most as much as it has, from one copy into another.
 declare(
     "nemo_like.gather_sequence.default",
     OpFacts(
@@ -166,7 +166,7 @@ for _name in ("heads_for_sequence", "sequence_for_heads"):
 
 
 def padded_length(length: int, ranks: int) -> int:
-    """`length` rounded up to what `ranks` ranks can be given equal parts of.
+    """Return `length` rounded up so that `ranks` ranks can be given equal parts.
 
     >>> padded_length(13, 2), padded_length(16, 2), padded_length(13, 1)
     (16, 16, 13)
@@ -234,7 +234,7 @@ _PADDING = {"labels": -100, "targets": -100, "shift_labels": -100}
 def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | None = None) -> T:
     """This rank's part of whole sequences, in the order in which a model cut by ``cp=`` returns its logits.
 
-    The model itself is called with whole sequences; this is for what stays outside of it: labels and weights of a loss of
+    The model itself is called with whole sequences; this is for tensors outside of it: labels and weights of a loss of
     one's own. The gradients that FSDP2 averages are those of the whole loss where each rank's loss is its part of the
     sum, times the ranks: ``cross_entropy(part, labels, reduction="sum") * cp / counted_tokens_of_all_ranks``.
 

@@ -27,7 +27,7 @@ def find_stack(model: nn.Module, layers: Sequence[Layer] | None = None, call: nn
 
     Args:
         layers: its repeated layers; None: they are found.
-        call: whose hooks see what `model` is called with; None: its own.
+        call: the module whose hooks see the inputs of `model`; None: `model` itself.
 
     Raises:
         ValueError: nothing to cut, or something that mixes along the sequence and is not attention that can be given
@@ -93,7 +93,7 @@ def _check(model: nn.Module, stack: CutStack) -> None:
 
 
 def _uncut(stack: CutStack) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, why) of what makes biases or positions below `stack` from the sequence that it sees."""
+    """Yield (name, module, why) of modules below `stack` that make biases or positions from their sequence."""
     if _DEEP in stack.arguments:
         yield "", stack.module, f"adds states of pictures between its layers ({_DEEP}), which stay whole"
     if counts_ids(stack.module):
@@ -185,7 +185,7 @@ _STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slop
 def sequence_mixers(
     stack: nn.Module, *, transformers: bool, masked: bool = False
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, why) of what mixes along the sequence below `stack` and cannot be cut, or not be masked.
+    """Yield (name, module, why) of modules below `stack` that mix along sequences and cannot be cut, or masked.
 
     Args:
         transformers: attention must be reached through its interface; else torch's functions are replaced, and a module

@@ -4,7 +4,7 @@ Nothing in a model's structure tells for certain where positions come from, or t
 along the sequence. So the first tokens of a model's first batch are run twice in evaluation mode, and the output of the
 stack and the loss are compared: as many tokens as a rank's part has, and at most 4,096, whose float32 logits take 2 GB
 at a vocabulary of 128k. The whole length is not run: at 128k tokens that is 67 GB on each rank, where a step under
-``cp=8`` takes an eighth of them. What depends on the length in a loss, its targets and its divisor, is compared as
+``cp=8`` takes an eighth of them. The targets and the divisor of a loss, which depend on the length, are compared as
 whole numbers in every call (`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the whole first batch, ``0`` nothing.
 """
 
@@ -169,7 +169,7 @@ def _run(
 
 
 def _off(parts: Parts, part: Tensor, whole: Tensor, lower: bool) -> float:
-    """Return how far what parts gave is off what whole sequences gave, as a multiple of what is allowed.
+    """Return the error of the output of parts against that of whole sequences, as a multiple of the allowed error.
 
     Args:
         part: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `whole`.

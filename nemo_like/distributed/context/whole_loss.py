@@ -3,10 +3,11 @@
 A cross entropy of labels (B, S) or of the next labels, a mean or a sum over ``num_items_in_batch``, is computed by the model
 as always, from its part of the logits and of the labels. While it runs, the targets of its cross entropy are exchanged for
 the right ones: the label of a part's last token is another rank's first. They are compared as whole numbers in every call;
-what a mean divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+the divisor of a mean is counted on the whole labels, which every rank has. The parts are summed over the ranks.
 
-With labels of another shape (a class per row, where an answer starts), or ``loss_mean="rows"``, what comes behind the layers
-gets whole sequences on every rank. Any other loss is summed as `ContextParallel.loss_mean` describes it, or refused.
+With labels of another shape (a class per row, where an answer starts), or ``loss_mean="rows"``, the modules behind the
+layers get whole sequences on every rank. Any other loss is summed as `ContextParallel.loss_mean` describes it, or
+refused.
 """
 
 from collections.abc import Callable
@@ -151,7 +152,7 @@ class RootHooks:
             verify_cut(self.model, self.parts, arguments, tokens)
 
     def agree(self, *seen: bool, device: torch.device) -> list[bool]:
-        """Return what all ranks have seen: one of them may have labels that tell nothing."""
+        """Return which of `seen` are true on all ranks: one of them may have labels that tell nothing."""
         if self.parts.planning:
             return [True] * len(seen)
         votes = torch.tensor(seen, dtype=torch.int32, device=device)

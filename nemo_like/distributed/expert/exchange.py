@@ -155,11 +155,11 @@ def _summed(rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
 
 @dataclass(frozen=True)
 class Sent:
-    """The rows that came to this rank's experts, and what it takes to bring their results back."""
+    """The rows that came to this rank's experts, and the way back of their results."""
 
     counts: list[int]  # Rows of each of this rank's experts.
     ends: Tensor  # (experts here,) int32 on the device: where the rows of each end.
-    weights: Tensor | None  # (R,) what the result of each row counts.
+    weights: Tensor | None  # (R,) the weight of each row's result.
     here: Members
     there: Members
     way: tuple[list[int], list[int]]  # Rows sent to, and received from, each rank.
@@ -168,8 +168,8 @@ class Sent:
 class Exchange:
     """Sends rows to their experts, over the ranks of `group` (by `name_group`) that share `experts`, and results back.
 
-    A token goes once to each rank, however many of its experts are there, and the rank sums their results: what travels is
-    at most as many rows as ranks, and as experts of a token.
+    A token goes once to each rank, however many of its experts are there, and the rank sums their results: at most as
+    many rows travel as ranks, and as experts of a token.
     """
 
     def __init__(self, experts: int, group: str) -> None:
@@ -180,10 +180,10 @@ class Exchange:
 
         Args:
             rows: (N, D) of this rank. chosen: (N, k) their experts, by number; the number of all experts means none.
-            weights: (N, k) what each expert's result counts; None: 1.
+            weights: (N, k) the weight of each expert's result; None: 1.
 
         Returns:
-            (R, D) the rows of this rank's experts, sorted by expert; and what there is to know of them.
+            (R, D) the rows of this rank's experts, sorted by expert; and the facts about them.
         """
         token, order, starts, slot, order_here, starts_here, ends, table = route(chosen, self.experts, self.group)
         numbers = table.tolist()
@@ -216,8 +216,8 @@ class TensorRanks:
     group: str
 
     def own_part(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of what every rank has: `dim` shrinks from N to N / ranks, rounded up, or what is
-        left. Its gradient is gathered: what comes out has the whole one on each rank."""
+        """Return this rank's part of a tensor that every rank has: `dim` shrinks from N to N / ranks, rounded up (less
+        on the last ranks). The gradient is gathered, and so complete on each rank."""
         return cast("Tensor", rows_of_rank(whole, dim, whole.shape[dim], self.ranks, self.rank, self.group))
 
     def all_parts(self, part: Tensor, size: int, dim: int = 0) -> Tensor:

@@ -1,11 +1,11 @@
-"""One stage of a model: the same modules under the same names, without what other stages hold.
+"""One stage of a model: the same modules under the same names, without the parts of other stages.
 
 The stage runs the model's own forward. Layers before its own return the hidden states that were received; the first layer
-after them ends the forward. What a stage does not have is taken out: those layers, and the parameters outside of layers.
-In the place of such a parameter is a tensor of zeros in one element of memory. The code in front of the layers runs on
-every stage (it makes masks and positions), and what it makes of such weights is dropped.
+after them ends the forward. Taken out are the layers of other stages, and the parameters outside of layers that this
+stage does not have. In the place of such a parameter is a tensor of zeros in one element of memory. The code in front
+of the layers runs on every stage (it makes masks and positions), and results made of such weights are dropped.
 
-Below are what a cut must know of a model, how batches are cut, and the stages of one rank together.
+Below are the facts that a cut must know of a model, the cut of batches, and the stages of one rank together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StageEnd(Exception):
 
     def __init__(self, sent: Any) -> None:
         super().__init__("end of a pipeline stage (a signal; please don't catch it)")
-        self.sent = sent  # Hidden states; what a stage of a caller's own sends.
+        self.sent = sent  # Hidden states, or the tensors that a stage of a caller's own sends.
 
 
 class Received:
@@ -75,7 +75,7 @@ class AbsentLayer(nn.Module):
         return getattr(self.__dict__.get("_layer"), name)
 
     def forward(self, *args: Any, **kwargs: object) -> Any:
-        """Return what was received, as the layer would return it; or the stage's end."""
+        """Return the received hidden states as the layer would return them; or raise the stage's end."""
         if self._ends:
             raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
         (hidden,) = self._received.tensors
@@ -90,7 +90,7 @@ def _returned(hidden: Tensor, form: int | None) -> Any:
 def cut(
     model: nn.Module, parts: StageParts, stage: StageSlice, device: torch.device, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Received]:
-    """The stage's own tree of modules, and where it looks for what it was sent. `model` itself is not changed.
+    """Return the stage's own tree of modules, and its `Received`. `model` itself is not changed.
 
     The stage's layers are `model`'s; all modules around them are new ones with the same tensors. `dtype`: of floating-point
     parameters in forward (FSDP2's ``param_dtype``), which those have that the stage does not have; None: their own.
@@ -164,17 +164,17 @@ class MicrobatchCall(nn.Module):
 
 
 def call_of(model: nn.Module) -> nn.Module:
-    """Whose hooks see what a model is called with: `model`, or the `MicrobatchCall` of a stage's tree."""
+    """Return the module whose hooks see the model's inputs: `model`, or the `MicrobatchCall` of a stage's tree."""
     return vars(model).get(_CALL, model)
 
 
 class StageForward:
-    """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
+    """The forward of a stage's tree: the model's own, from received tensors to those that are sent, or the loss.
 
-    Hooks of the tree see what the stage is called with, and not the micro-batch: those that want that are put on `call`.
+    Hooks of the tree see the inputs of the stage, and not the micro-batch: those that want that are put on `call`.
 
     Args:
-        packed: what keeps documents apart in the whole model.
+        packed: keeps documents apart in the whole model.
     """
 
     def __init__(
@@ -193,13 +193,13 @@ class StageForward:
         self.shares: Sequence[float] = ()  # Each one's share of the loss of the whole batch.
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
-        """`given`: the number of the micro-batch on the first stage; on others what the one before sent, as a rule the
-        hidden states (rows, tokens, width)."""
+        """`given`: the number of the micro-batch on the first stage; on others the tensors that the one before sent, as
+        a rule the hidden states (rows, tokens, width)."""
         number = int(inputs[0] if microbatch is None else microbatch)
         self._received.tensors = () if self._stage.is_first else inputs
         if torch.is_grad_enabled():
             for tensor in self._received.tensors:
-                # torch may detach what a stage has sent, in place: the buffer itself, where it is passed on as it came.
+                # torch may detach a sent tensor in place: the buffer itself, where it is passed on as it came.
                 tensor.requires_grad_()
         batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
@@ -234,7 +234,7 @@ class StageForward:
 
 
 def loss_of(output: object) -> Tensor:
-    """The loss in what the model returned.
+    """Return the loss in the model's output.
 
     Raises:
         ValueError: there is none.
@@ -254,7 +254,7 @@ def loss_of(output: object) -> Tensor:
     )
 
 
-# What a cut into stages must know of a model, and how its layers are divided over stages.
+# The facts that a cut into stages must know of a model, and the division of its layers over stages.
 
 
 class TensorForm(NamedTuple):
@@ -288,12 +288,12 @@ class StagesOfModel(Protocol):
 
         Args:
             stage: not the last one.
-            microbatch: what the model is called with.
+            microbatch: the arguments of the model.
             rows, tokens: of it, on one rank of ``cp``.
         """
 
     def passing(self, layer: int) -> Callable[..., Any] | None:
-        """Return what may replace a call of `layer`, and passes on its hidden states; None: it is not known."""
+        """Return a function that may replace a call of `layer`, and passes on its hidden states; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def deal(costs: tuple[float, ...], stages: int, first: float = 0.0, last: float 
     """Return how many consecutive layers each stage gets, so that the dearest stage costs least; ties go to earlier
     stages.
 
-    Every stage gets at least one layer. `first` and `last` are what the first and the last stage have besides.
+    Every stage gets at least one layer. `first` and `last` are further costs of the first and the last stage.
 
     >>> deal((1.0,) * 8, 2), deal((1.0,) * 8, 4, last=2.0)
     ((4, 4), (3, 2, 2, 1))
@@ -491,7 +491,7 @@ class StagesOfRank:
 
     Args:
         stages: of this rank, in order.
-        parts: what all stages of the model have, and what they send.
+        parts: the layers and tied parameters of all stages, and the forms of the tensors they send.
         options: of the pipeline.
         mesh: all ranks of the job.
         device: where the stages are.
@@ -530,14 +530,14 @@ def verify_stages(
 ) -> None:
     """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
 
-    Compared is what `nemo_like.distributed.context.verify_cut.wanted` returns: the first tokens, and with
+    Compared are the tokens of `nemo_like.distributed.context.verify_cut.wanted`: the first ones, and with
     ``NEMO_LIKE_VERIFY=1`` the whole batch.
 
     Args:
         held: the stages of this rank.
         batch: whole.
         put_in: gives the stages a batch's micro-batches.
-        forward: runs all stages on a batch, and adds what they give to a list.
+        forward: runs all stages on a batch, and adds their outputs to a list.
     """
     cut = held.sequence_parts()
     length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
@@ -546,10 +546,10 @@ def verify_stages(
         return
     models = [stage.module for stage in held.stages]
     inputs = first_tokens(batch, length, tokens, cut[0].ranks)
-    put_in(inputs)  # what it calls the last stage for is none of the answers
+    put_in(inputs)  # its calls of the last stage are none of the answers
 
     def answers() -> list[Tensor]:
-        """Return what the stages of this rank give: hidden states, and of the last one the losses."""
+        """Return the outputs of this rank's stages: hidden states, and of the last one the losses."""
         seen: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in (stage for stage in held.stages if stage.slice.is_last):

@@ -1,9 +1,9 @@
 """The share of each micro-batch of a pipeline in the loss of the whole batch, by `PipelineParallel.loss_mean`.
 
-No model tells whether its loss is a sum, a mean over rows, or a mean over what counts: its user does. The last stage is
-then called with two micro-batches at once. That loss must be what the losses of each alone add up to, and so must its
-gradients. Layers are left out of these calls, and hidden states are drawn: the loss is a function of what comes behind the
-layers.
+No model tells whether its loss is a sum, a mean over rows, or a mean over labels that count: its user does. The last
+stage is then called with two micro-batches at once. That loss must be the sum of the losses of each alone, and so must
+its gradients. Layers are left out of these calls, and hidden states are drawn: the loss is a function of the modules
+behind the layers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class LossMean:
     # --- the comparison -----------------------------------------------------------------------------------------------
 
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
-        """Compare what the stages were given of `batch`: in the first step, in the first with other names in its batch,
-        and in the first whose micro-batches count differently. A collective of all ranks that share a stage.
+        """Compare the micro-batches that the stages were given: in the first step, in the first with other names in its
+        batch, and in the first whose micro-batches count differently. A collective of all ranks that share a stage.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
@@ -156,7 +156,7 @@ class LossMean:
         )
 
     def _off(self, last: LastStage, one: dict[str, Any], other: dict[str, Any]) -> float:
-        """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to."""
+        """Return the relative error of the loss of two micro-batches, or of its gradient, against the sum of both."""
         weights = self._shares((one, other))
         if not any(weights):
             return 0.0
@@ -189,7 +189,7 @@ def _ignored(part: Mapping[str, Any]) -> int:
 
 
 def _usable(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch with copies of what was made in inference mode, which no gradient takes."""
+    """Return a micro-batch with copies of tensors made in inference mode, which no gradient takes."""
     return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in part.items()}
 
 
@@ -216,7 +216,7 @@ class LastStage:
         self.fewer_bits = not exact or any(map(_is_low, stage.module.parameters()))
 
     def states(self, first: Mapping[str, Any], both: Mapping[str, Any]) -> tuple[list[Tensor], list[int | None]]:
-        """Draw what the stage before might send for `both`; and the dimension along which two micro-batches have it."""
+        """Draw tensors that the stage before might send for `both`; and return the dimensions to cut them along."""
         pipeline, index = self._pipeline, self._stage.slice.index - 1
         rows, tokens = size_of(first)
         states, places = [], []

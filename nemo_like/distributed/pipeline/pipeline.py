@@ -1,4 +1,4 @@
-"""`Pipeline`: what `parallelize` returns with ``pp=``."""
+"""`Pipeline`: the result of `parallelize` with ``pp=``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Pipeline(StagesOfRank):
         """Forward and backward of all micro-batches; gradients are added to those that are there.
 
         Args:
-            batch: what the model is called with, for all micro-batches together: tensors with as many rows as there are
+            batch: the model's arguments, for all micro-batches together: tensors with as many rows as there are
                 are cut along them, all else goes to every micro-batch. The rows must be a multiple of the micro-batches,
                 or the loss must be a mean over labels: then rows are added that count for nothing.
 
@@ -99,8 +99,8 @@ class Pipeline(StagesOfRank):
         return self._mean(self._forward(self._verified_cut(batch)))
 
     def _verified_cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """`cut`, and what its loss is a mean over compared. In the first call also whether all ranks have this batch, and
-        under ``cp`` what `nemo_like.distributed.context.verify_cut` compares for whole models."""
+        """Cut the batch, and check `loss_mean` on it. In the first call also check that all ranks have this batch, and
+        under ``cp`` compare as `nemo_like.distributed.context.verify_cut` does for whole models."""
         if not self.verified:
             self.verified = True
             check_same_batch(batch, self._sharing)
@@ -162,7 +162,7 @@ class Pipeline(StagesOfRank):
         return rows, tokens if whole else padded_length(tokens, cut[0].ranks) // cut[0].ranks
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of what the last stage made of all micro-batches, on every rank."""
+        """Return the sum of the last stage's losses of all micro-batches, on every rank."""
         for stage in self.stages:
             stage.forward.microbatches = stage.forward.shares = ()
         total = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -199,7 +199,7 @@ class Pipeline(StagesOfRank):
         return self._schedules[key]
 
     def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        """Return the forms of what `stage` is sent for a micro-batch of the batch that was cut."""
+        """Return the forms of the tensors that `stage` is sent for a micro-batch of the batch that was cut."""
         return () if stage.is_first else self._sent_by(stage.index - 1, rows, tokens)
 
     def _sent_by(self, index: int, rows: int, tokens: int) -> tuple[TensorForm, ...]:
@@ -357,9 +357,9 @@ def _on_meta(forms: Sequence[TensorForm]) -> tuple[Tensor, ...]:
 
 
 def tie(pipeline: Pipeline) -> None:
-    """Give both the first and the last stage the first one's parameter for what is tied, where this rank has both.
+    """Give both the first and the last stage the first one's tied parameters, where this rank has both.
 
-    FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
+    FSDP2 shards the stages one by one. It takes the parameters registered when the first forward begins, and adds the
     gradients of both stages into it.
     """
     first, last = pipeline.stages[0], pipeline.stages[-1]

@@ -34,7 +34,7 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
     return schedule(stages_here, options.microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
-# What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group.
+# The actions of each rank of a pipeline, in order: read from torch's own schedules, without a process group.
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # Forward; backward in one piece; its two halves.
 # Actions of FSDP2 for a whole stage: its parameters are gathered, freed; its gradients reduced.
@@ -54,7 +54,7 @@ class Action:
 
 
 def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
-    """For each rank of a pipeline, what it computes in a step.
+    """Return the computations of each rank of a pipeline in a step, in order.
 
     >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
@@ -65,7 +65,7 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
 
 @functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
 def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
-    """The same, with what FSDP2 does for whole stages.
+    """Return the same with FSDP2's actions for whole stages.
 
     >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
     0F0 0F1 0B0 0B1 0REDUCE_GRAD

@@ -1,5 +1,4 @@
-"""Find the parts of a model that run before its layers, in them and after them: what a cut into pipeline stages must
-know.
+"""Find the parameters used before a model's layers, in them and after them, for a cut into pipeline stages.
 
 One forward pass on fake tensors, in which every operator is looked at. The model's class does not matter. A parameter
 belongs to the first stage if an operator before the first layer reads it, to the last if one after the last layer does.
@@ -45,17 +44,17 @@ def stage_parts(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> StageParts:
-    """Run `model`, which is not changed, on fake tensors and return which part uses what.
+    """Run `model`, which is not changed, on fake tensors and return the parameters that each part uses.
 
     Args:
         model: bare; on any device, `meta` included.
         layers: those that are to be divided over stages, from `find_layers`.
-        sample_input: one micro-batch: what `model` is called with.
+        sample_input: one micro-batch: the arguments of `model`.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run the forward under autocast to this dtype.
 
     Raises:
-        ValueError: a model that can't be cut between its layers, with what goes past them.
+        ValueError: a model that can't be cut between its layers, with the tensors that go past them.
     """
     model = model_copy(model)
     layers = find_layers(model, [layer.fqn for layer in layers])
@@ -78,7 +77,7 @@ def check_stages(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Run what each of `stages` of `model` has around its layers, on fake tensors. The other arguments: see `stage_parts`.
+    """Run the modules around the layers in each of `stages`, on fake tensors. The other arguments: see `stage_parts`.
 
     Raises:
         ValueError: a stage that fails without the layers of the others.
@@ -208,7 +207,7 @@ class _UseWatch(TorchDispatchMode):
         )
 
     def parts(self) -> StageParts:
-        """Return what was seen."""
+        """Return the parts that were seen."""
         last = 2 * len(self.names)
         if self.phase != last or self.hidden is None:
             self.refuse(f"the forward pass ends in {self.where(self.phase)}")
@@ -239,7 +238,7 @@ class _UseWatch(TorchDispatchMode):
 
 
 # A model in stages that a function of the caller's makes (``PipelineParallel(split=...)``): checked, and run on fake
-# tensors for what the stages send each other.
+# tensors for the tensors that stages send each other.
 
 Split = Callable[[nn.Module, int, int], nn.Module]
 _ARGUMENT = "PipelineParallel.split"
@@ -255,17 +254,17 @@ class SplitCall:
         self._names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
     def __call__(self, **batch: object) -> Any:
-        """Return what the last stage returns; the others end with `StageEnd`."""
+        """Return the last stage's output; the others end with `StageEnd`."""
         output = self.run(self._received.tensors, batch)
         if self._piece.is_last:
             return output
         raise StageEnd(output)
 
     def run(self, inputs: tuple[Tensor, ...], batch: Mapping[str, Any]) -> Any:
-        """The stage's forward, of what the stage before sent and what it names of a micro-batch.
+        """Run the stage's forward on the tensors from the stage before and the entries of a micro-batch that it names.
 
         Raises:
-            ValueError: a first stage that names nothing of it; a stage that returns what can't be sent.
+            ValueError: a first stage that names nothing of it; a stage whose output can't be sent.
         """
         taken, free = self._names[: len(inputs)], self._names[len(inputs) :]
         arguments = {k: v for k, v in batch.items() if k in free or (self._takes_all and k not in taken)}
@@ -290,7 +289,7 @@ class SplitCall:
 
 
 class SplitParts:
-    """The stages that ``split=`` made of a model, and what they send each other."""
+    """The stages that ``split=`` made of a model, and the tensors they send each other."""
 
     sent_by = 1
 
@@ -305,14 +304,14 @@ class SplitParts:
         dtype: torch.dtype | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Call `split` for every stage, check what it returns, and run all of them on fake tensors.
+        """Call `split` for every stage, check its results, and run all of them on fake tensors.
 
         Args:
             model: bare, on any device; not changed.
             split: as in `PipelineParallel`.
             stages: how many.
             layers: of the whole model, from `find_layers`.
-            sample_input: one micro-batch: what `model` is called with.
+            sample_input: one micro-batch: the arguments of `model`.
             dtype, autocast: as for `nemo_like.distributed.pipeline.stage_parts.stage_parts`.
 
         Raises:
@@ -332,13 +331,13 @@ class SplitParts:
         self.sent(0, dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch), 0, 0)
 
     def take(self, index: int) -> tuple[nn.Module, Received]:
-        """A stage's own tree of modules, and where it looks for what it was sent."""
+        """Return a stage's own tree of modules, and its `Received`."""
         tree, received = self._trees[index], Received()
         tree.forward = SplitCall(tree, received, self.slices[index])
         return tree, received
 
     def forget_weights(self) -> None:
-        """Let go of the stages; what they send is known without their weights."""
+        """Let go of the stages; the tensors they send are known without their weights."""
         self._trees = []
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
@@ -349,7 +348,7 @@ class SplitParts:
         return self._forms[key][stage]
 
     def passing(self, layer: int) -> None:
-        """As `StagesOfModel.passing`: what a caller's stage gives to its layers is not known."""
+        """As `StagesOfModel.passing`: the inputs of layers in a caller's stage are not known."""
 
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []
@@ -368,8 +367,7 @@ class SplitParts:
 
 
 def _stage_of(model: nn.Module, split: Split, index: int, stages: int) -> nn.Module:
-    """Return what `split` returns for a stage, of which all that would be saved must be the model's own, under its
-    name."""
+    """Return the module of `split` for a stage. All its saved tensors must be the model's own, under their names."""
     tensors = chain(model.parameters(), model.buffers())
     tree = split(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), index, stages)
     if not isinstance(tree, nn.Module):

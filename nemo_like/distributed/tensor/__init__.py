@@ -1,1 +1,1 @@
-"""Tensor parallelism: which weights are cut, and what their modules do then."""
+"""Tensor parallelism: the cut of weights, and the forward of their modules."""

@@ -21,7 +21,7 @@ from nemo_like.distributed.weights.tensor_locations import describe_strided, is_
 from nemo_like.options import did_you_mean
 from nemo_like.transformers_compat import PARALLEL_STYLES, text_config
 
-# What attention modules call their numbers of heads.
+# Names of attention modules for their numbers of heads.
 _HEADS = (
     "num_heads",
     "n_heads",
@@ -36,7 +36,7 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """One module or parameter of the model and what is done with it."""
+    """One module or parameter of the model and its style."""
 
     fqn: str
     style: ParallelStyle
@@ -47,7 +47,7 @@ class Rule:
 
     @property
     def place(self) -> str:
-        """The name of what the model around it calls."""
+        """The name of the module that the model around it calls."""
         return self.adapted or self.fqn
 
 
@@ -377,7 +377,7 @@ _IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_"})
 def own_outputs(model: nn.Module, modules: Collection[nn.Module]) -> None:
     """Give each of `modules`, which are cut, an output of its own memory where a module around it changes that in place.
 
-    What a cut module returns is a view that autograd does not let change (Llama 4 adds its experts to its shared expert).
+    The output of a cut module is a view that must not change (Llama 4 adds its experts to its shared expert).
     """
     chosen = {id(module): module for module in modules}
     for around in model.modules():
@@ -444,8 +444,9 @@ def _summed(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
 # PEFT's LoRA adapters on linears that a tensor-parallel plan cuts: see through their wrapping, and cut them alike.
 #
 # Cut by columns, ``y = W x + B A x`` has the rows of `B` where it has those of `W`, and `A` is whole. Cut by rows, `A` has
-# the columns of `W`, and `B` is whole. What is between the two, r numbers a token, is reduced by itself. One reduction of
-# `y` would do for the output, but the gradient of a whole factor would then be a sum over ranks that nothing makes.
+# the columns of `W`, and `B` is whole. The r numbers a token between the two are reduced by themselves. One
+# reduction of `y` would do for the output, but the gradient of a whole factor would then be a sum over ranks that
+# nothing makes.
 
 
 _INSIDE = re.compile(r"\.base_layer(?=\.)")
@@ -472,7 +473,7 @@ class WholeFactor(ParallelStyle):
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """Return what gives a module or parameter of `model` the name that it has without PEFT's wrapping."""
+    """Return a function from a name in `model` to the name without PEFT's wrapping."""
     inside = base_model(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is inside), "")
     return lambda name: _INSIDE.sub("", name.removeprefix(prefix))

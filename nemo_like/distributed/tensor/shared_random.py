@@ -1,11 +1,11 @@
-"""The same random numbers on all ranks of a ``tp`` group, which compute alike what they hold whole.
+"""The same random numbers on all ranks of a ``tp`` group, which compute alike on tensors that they hold whole.
 
 Dropout of hidden states must drop the same elements on every rank of a group. Ranks that were seeded apart, as data-parallel
 ranks are, would drop others, without an error. DTensor has random numbers for operators on DTensors on an accelerator;
 between the linears that are cut, tensors are plain.
 
-What is cut (attention weights of a rank's own heads, its part of a sequence) is dropped from the same numbers: each element
-as often as it should be, at the same places as on the other ranks.
+Cut tensors (attention weights of a rank's own heads, its part of a sequence) are dropped from the same numbers: each
+element as often as it should be, at the same places as on the other ranks.
 """
 
 import ctypes

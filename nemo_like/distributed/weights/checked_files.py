@@ -1,4 +1,4 @@
-"""Read what a checkpoint's folder states of itself, without running code that a stranger put there."""
+"""Read the metadata in a checkpoint's folder, without running code that a stranger put there."""
 
 import io
 import pickle

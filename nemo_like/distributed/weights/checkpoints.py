@@ -28,7 +28,7 @@ from nemo_like._util.words import write_bytes
 from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader
 
-# What DCP raises where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
+# DCP's error where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
 _ANY_ERROR = (Exception, dcp.CheckpointException)
 _COMPLETE, _WRITING, _DELETING, _DAMAGED, _MANIFEST = "step-", ".writing-", ".deleting-", ".damaged-", "manifest.json"
 
@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise `CheckpointError`, which states that checkpoints are complete, where what is inside fails."""
+    """Raise `CheckpointError`, which states that checkpoints are complete, where the code inside fails."""
     try:
         yield
     except _ANY_ERROR as error:
@@ -88,7 +88,7 @@ class CheckpointStore:
             size = write_bytes(self._ranks.largest(copied_bytes(state)))
             say_once(f"Checkpoints are copied to {size} of CPU memory on each rank.", key="copies of checkpoints")
         with self._ranks.together(f"preparing the checkpoint of step {step}"):
-            if self._ranks.rank == 0:  # what killed saves left
+            if self._ranks.rank == 0:  # leftovers of killed saves
                 for rest in [*self.folder.glob(f"{_WRITING}*"), *self.folder.glob(f"{_DELETING}*")]:
                     shutil.rmtree(rest)
             copy: Any = stager.stage(state) if self._background else state
@@ -133,7 +133,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _attempt(self, step: int, problems: dict[int, str]) -> Iterator[None]:
-        """Note in `problems` of every rank what goes wrong inside on any."""
+        """Note in `problems` of every rank the errors inside on any."""
         try:
             yield
         except _ANY_ERROR as error:  # whatever a reader raises, this checkpoint is of no use; it is reported

@@ -45,7 +45,7 @@ def materialize(
     The values come from one of three places:
 
     - `init_fn`, called as by ``model.apply(init_fn)``: once for each module that has tensors of its own, children
-      first. The module's tensors are *whole* then: what is drawn does not depend on the number of ranks, and never is
+      first. The module's tensors are *whole* then: drawn values do not depend on the number of ranks, and never is
       more than one module whole. With no argument at all, each module's own initializer is used: ``_init_weights`` of
       the Hugging Face model around it, else ``reset_parameters``.
     - `state_dict`: whole tensors under the original model's names, the same on every rank.
@@ -56,7 +56,7 @@ def materialize(
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.
 
     Args:
-        model: on the meta device, wholly or in part; with `init_fn`, what is not on it keeps its values.
+        model: on the meta device, wholly or in part; with `init_fn`, tensors that are not on it keep their values.
         device: for the parameters; None: this rank's accelerator, or the CPU where `shard_layers` offloads to it.
         strict: a name in the source that the model does not have is an error.
         seed: for `init_fn`; None: drawn from rank 0's generator.
@@ -104,8 +104,7 @@ def materialize(
 
 
 def _on_every_rank(action: Callable[[], T], together: bool) -> T:
-    """Return what `action` returns; where it raises on any rank, raise on all of them, so that none waits for the
-    others."""
+    """Return the result of `action`; where it raises on any rank, raise on all, so that none waits for the others."""
     result, error = None, None
     try:
         result = action()
@@ -146,7 +145,7 @@ def _empty(slot: Slot, place: torch.device, compute: torch.device) -> Tensor:
 
 
 def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> list[tuple[nn.Module, InitFn]]:
-    """(module, what sets its tensors) for each module with a tensor in `left`; children first, as `nn.Module.apply`."""
+    """Return each module with a tensor in `left` and its initializer; children first, as `nn.Module.apply`."""
     chosen: list[tuple[nn.Module, InitFn]] = []
     seen: set[nn.Module] = set()
 
@@ -199,7 +198,8 @@ def _initialize(
                 if tensor is None or not tensor.is_meta:
                     continue
                 slot = slot_of[id(tensor)]
-                # What an eager build computes on the CPU may differ in the last bit elsewhere; weights are only drawn.
+                # Values that an eager build computes on the CPU may differ elsewhere in the last bit; weights are
+                # drawn.
                 whole[slot] = _unset(slot, compute if slot.is_parameter else torch.device("cpu"))
                 before.append((registered, name, tensor))
         try:

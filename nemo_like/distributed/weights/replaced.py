@@ -22,7 +22,7 @@ from nemo_like._util.module_tree import bare_name
 from nemo_like.distributed.consistency_checks import gather, mesh_groups, wire_device
 
 _Reference = weakref.ref[nn.Parameter]
-# By id, what replaced parameters were called; empty again once none of them is referenced.
+# By id, the names of replaced parameters; empty again once none of them is referenced.
 _replaced: dict[int, tuple[_Reference, str]] = {}
 
 
@@ -60,7 +60,7 @@ def watch_replaced(before: Mapping[str, Before], model: nn.Module) -> None:
 
 
 def put_marks(parameter: Tensor, marks: Mapping[str, Any]) -> None:
-    """Set on `parameter` what is among `marks` and not set on it."""
+    """Set on `parameter` those of `marks` that are not set on it."""
     for name, value in marks.items():
         vars(parameter).setdefault(name, value)
 
@@ -83,7 +83,7 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
 
 def refuse_to_step(parameter: nn.Parameter, name: str) -> None:
-    """Have the step of an optimizer raise that holds `parameter`, which is not what trains, and is called `name`."""
+    """Have the step of an optimizer raise that holds `parameter`, called `name`, which is not the trained one."""
     key = id(parameter)
 
     def forget(_: object) -> None:
@@ -159,7 +159,7 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
 
 def _of_first(values: Tensor, groups: list[dist.ProcessGroup | None], device: torch.device) -> Tensor:
     """The first rank's `values`, (n,), on `device` where its back ends send from there."""
-    # Along one axis after the other: what the first rank of each group has came from the first rank of all before.
+    # Along one axis after the other: the values of the first rank of each group came from the first rank of all before.
     for group in groups:
         values = values.to(wire_device(group, device), copy=True)
         dist.broadcast(values, group=group, group_src=0)

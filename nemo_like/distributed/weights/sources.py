@@ -1,6 +1,6 @@
 """Sources of weights: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
 
-A source tells the shapes it has, and fills tensors by name. Of what is stored, a rank reads its own part into place; of
+A source tells the shapes it has, and fills tensors by name. Of stored tensors, a rank reads its own part into place; of
 a state dict of DTensors, it keeps one whole tensor at a time.
 """
 
@@ -174,7 +174,7 @@ def open_source(
     apart: names of experts' weights that the model has one by one, as the files of safetensors do.
 
     Raises:
-        CheckpointUnreadableError: nothing is there, or what is there cannot be read.
+        CheckpointUnreadableError: nothing is there, or it cannot be read.
     """
     if isinstance(checkpoint, Mapping):
         return StateDictSource(checkpoint)
@@ -239,7 +239,7 @@ _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """One weight of all experts, made of many of the file: for each expert, what is stacked along its first dim."""
+    """One weight of all experts, made of many of the file: for each expert, the names to stack along its first dim."""
 
     parts: tuple[tuple[str, ...], ...]
     shape: torch.Size
@@ -272,5 +272,5 @@ def fused_weights(shapes: Mapping[str, torch.Size]) -> dict[str, FusedWeight]:
 
 
 def in_the_model(name: str) -> str:
-    """The name that transformers gives in a model to what its files call `name`."""
+    """Return the name in transformers' model of the tensor called `name` in its files."""
     return name.replace(".block_sparse_moe.", ".mlp.")

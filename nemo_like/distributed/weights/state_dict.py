@@ -1,8 +1,8 @@
 """Weights and optimizer state by the original model's names, whatever the model is wrapped, compiled or sharded in.
 
-What one mode writes, every other mode and the original model read: no name has ``_checkpoint_wrapped_module``,
+State that one mode writes, every other mode and the original model read: no name has ``_checkpoint_wrapped_module``,
 ``_orig_mod`` or ``module.`` in it. *Whole* state is one plain tensor per name, for files of other tools; *sharded*
-state is what each rank holds, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
+state is each rank's own part, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
 """
 
 import functools
@@ -114,10 +114,10 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
 def set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, full: bool = False
 ) -> None:
-    """Load what `get_optimizer_state` gave, under this or any other way of wrapping the model. A collective.
+    """Load the state that `get_optimizer_state` gave, under this or any other way of wrapping the model. A collective.
 
     Args:
-        full: `state` is whole, on rank 0 (what the other ranks pass is not looked at). False: sharded as here.
+        full: `state` is whole, on rank 0 (that of the other ranks is not looked at). False: sharded as here.
 
     Raises:
         ValueError: a param group of `optimizer` has no parameter in common with one of `state`'s, or has parameters of

@@ -41,7 +41,7 @@ class Slot:
         return isinstance(self.tensor, nn.Parameter)
 
     def put(self, tensor: Tensor) -> None:
-        """Register `tensor` in every place instead; a parameter keeps `requires_grad` and what was set on it."""
+        """Register `tensor` in every place instead; a parameter keeps `requires_grad` and attributes set on it."""
         if self.is_parameter:
             param = nn.Parameter(tensor, requires_grad=self.tensor.requires_grad)
             param.__dict__.update(self.tensor.__dict__)
@@ -161,7 +161,7 @@ def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _met
             state[prefix + name] = in_boxes(value)
 
 
-# A place in a whole tensor, and the values there: a view of what this rank holds.
+# A place in a whole tensor, and the values there: a view of this rank's part.
 Box = tuple[ChunkStorageMetadata, Tensor]
 
 

@@ -327,6 +327,6 @@ class BlockPool:
 
 
 def can_become(block: MemoryBlock) -> int:
-    """Return the bytes of a free block of a growing segment, with what may still grow behind it."""
+    """Return the bytes of a free block of a growing segment, with the bytes that may still grow behind it."""
     behind = block.next
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)

@@ -118,7 +118,7 @@ class FsdpBuffers:
         self.last_flat = 0
 
     def reshard(self, key: Hashable, unit: UnitBytes | None = None) -> None:
-        """Free a unit's parameters after its forward, but for what it keeps of each till backward."""
+        """Free a unit's parameters after its forward, but for the bytes of each that it keeps till backward."""
         gathered = self.gathered.pop(key, ())
         if unit is None or not unit.each_kept:
             self.storages.drop_all(gathered)

@@ -1,4 +1,4 @@
-"""One micro-batch of one stage: forward and backward through its layers and what is outside the layers.
+"""One micro-batch of one stage: forward and backward through its layers and the modules outside the layers.
 
 Copies of activations to CPU memory and back (``offload=``) are written as `nemo_like.offload` makes them.
 """
@@ -21,7 +21,7 @@ class HostCopies:
     """Writes the copies of one micro-batch.
 
     Args:
-        storages: receives what is written.
+        storages: receives the copies.
         offload: limits how many bytes may be on their way, and how far ahead they are fetched.
         at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on its way.
         inside: the runs of the layers' logs.
@@ -38,7 +38,7 @@ class HostCopies:
         self.away: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
     def send(self, i: int, *, inputs: bool, sizes: Sequence[int]) -> None:
-        """Copy out what waits on the host for layer `i`: its inputs, and storages of these bytes.
+        """Copy out the tensors that wait in CPU memory for layer `i`: its inputs, and storages of these bytes.
 
         Free the sources of copies that have arrived.
         """
@@ -59,14 +59,14 @@ class HostCopies:
             self.sent.popleft()[1]()
 
     def fetch(self, i: int, *, ahead: bool) -> None:
-        """Copy back what layer `i` needs, and (`ahead`) what the layers before it do, the last copy first."""
+        """Copy back the tensors of layer `i`, and (`ahead`) those of the layers before it, the last copy first."""
         self._fetch_layer(i, None, 0)
         fetched = 0
         for j in range(i - 1, max(-1, i - 1 - self.offload.prefetch), -1) if ahead else ():
             fetched = self._fetch_layer(j, self.offload.max_inflight_bytes, fetched)
 
     def _fetch_layer(self, i: int, most: int | None, fetched: int) -> int:
-        """Copy back what layer `i` has on the host; return the bytes so far. No copy begins once `most` have come."""
+        """Copy back the tensors of layer `i`; return the bytes so far. No copy begins once `most` have come."""
         for copy in [copy for copy in self.sent if copy[2] == i]:  # its copies out end first
             self.sent.remove(copy)
             copy[1]()
@@ -108,7 +108,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Around:
-    """Log of what runs outside the layers in one micro-batch."""
+    """Log of the modules outside the layers in one micro-batch."""
 
     events: OuterEvents
     # Layer calls without a backward that have nothing saved when it begins, since no tensor that they returned is
@@ -122,9 +122,9 @@ class StageStep:
     """Writes passes of micro-batches through one stage.
 
     Args:
-        storages: receives what is written.
+        storages: receives the allocations and frees.
         sharding: FSDP2's units.
-        offload: limits how many bytes of what moves to the host are on the device at one time.
+        offload: limits how many bytes on their way to CPU memory are on the device at one time.
         copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
             its way.
     """
@@ -181,14 +181,14 @@ class Microbatch:
         self.events = around.events
         self.storages, self.buffers, self.sharding, self.on = step.storages, step.buffers, step.sharding, step.on
         self.fsdp_units = [layer.unit for layer in layers]
-        # Storages by their numbers in the log of what is outside the layers.
+        # Storages by their numbers in the log of the modules outside the layers.
         self.outside: dict[int, int] = {}
         self.inside: list[LogRun] = [LogRun() for _ in layers]
         self.inputs: list[list[int]] = [[] for _ in layers]  # Storages of the inputs that each layer saves.
         self.states: dict[int, int] = {}
         self.host = HostCopies(step.storages, step.offload, step.copies_at_once, self.inside, self.inputs)
         self.waiting: list[int] = []  # Gradients that the root reduces.
-        self.at = 0  # Position in the log of what is outside the layers.
+        self.at = 0  # Position in the log of the modules outside the layers.
         self.output: list[int] = []
         self.input_grads: list[int] = []
 
@@ -235,7 +235,7 @@ class Microbatch:
         storages.end_forward()
 
     def _embed(self) -> None:
-        """Gather what the root gathers ahead, and run the embedding where it is a unit of its own."""
+        """Gather the units that the root gathers ahead, and run the embedding where it is a unit of its own."""
         buffers, embedding, ahead = self.buffers, self.sharding.embedding, self.sharding.prefetch[0]
         if self.sharding.one_stack and ahead:
             buffers.gather(EMBEDDING, embedding)
@@ -318,7 +318,7 @@ class Microbatch:
     def _begin_backward(self, end: int) -> None:
         """Run backward up to the first layer.
 
-        At the root, and at the tail, FSDP2 gathers what was resharded, and gathers ahead the units that ran before.
+        At the root, and at the tail, FSDP2 gathers resharded parameters, and ahead of time the units that ran before.
         """
         buffers, events, tail, last = self.buffers, self.events, self.sharding.tail, len(self.layers)
         if self.on:
@@ -342,7 +342,7 @@ class Microbatch:
     def backward_of_weights(self) -> None:
         """Run the second half of backward, where there are two, and reduce the gradients of the root.
 
-        Free all storages of the micro-batch, but for what `take_ends` returns.
+        Free all storages of the micro-batch, but for those that `take_ends` returns.
         """
         events, storages = self.events, self.storages
         for i in range(len(self.layers) if self.around.halves else 0):  # in the order of the parameters
@@ -452,7 +452,8 @@ class Microbatch:
     ) -> None:
         """Give a layer the gradients of its output that the operators behind it made.
 
-        These keep only what they still use after `end`. A gradient that is an expanded number is made whole by the layer.
+        They keep only those that they still use after `end`. A gradient that is an expanded number is made
+        whole by the layer.
         """
         freed = {number for number, size in self.events.log[self.at : end] if not size}
         for position, mine in events.output_grads.items():
@@ -522,7 +523,7 @@ def without(sizes: Sequence[int], less: int) -> Sequence[int]:
 def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:
     """Return `storages` by their numbers in `new` instead of `old`; None: the two logs leave other storages.
 
-    What is made and freed may differ: torch makes some numbers the first time that an operator runs in a process.
+    The storages made and freed may differ: torch makes some numbers the first time that an operator runs in a process.
     """
     before, now = _left(old), _left(new)
     if [size for _, size in before] != [size for _, size in now]:

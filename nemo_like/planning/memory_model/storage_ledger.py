@@ -1,4 +1,4 @@
-"""Follow the storages that are alive while real code runs on fake tensors, and what each is: one rank's allocator.
+"""Follow the storages that are alive while real code runs on fake tensors, each with its part: one rank's allocator.
 
 That code may run a model with fewer of its repeated layers: the levels of a step of the whole one are derived from it.
 """
@@ -24,7 +24,7 @@ from nemo_like.torch_compat import autograd_node, next_sequence_number, sequence
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
-# ``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
+# ``gathered``: tensors that FSDP2 makes to gather parameters. ``gradients``: also those that it makes to reduce them.
 # ``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss.
 PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
 _OUTSIDE = " outside of layers"
@@ -36,7 +36,7 @@ class StepMoment(NamedTuple):
     """A stretch of a step."""
 
     where: str
-    between: tuple[str, str] = ("", "")  # Outside of layers: what ran before, and what runs next.
+    between: tuple[str, str] = ("", "")  # Outside of layers: the stretches before and after.
     microbatch: int = 0
 
 
@@ -69,9 +69,9 @@ class Event:
 
 
 class StorageLedger(TracedBytes):
-    """Ledger of all storages that are made inside it: what their bytes are, and where in the step they are made.
+    """Ledger of all storages that are made inside it: their bytes, parts, and places in the step.
 
-    What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed.
+    Storages that FSDP2 frees and allocates again through `UntypedStorage.resize_` are followed.
 
     Enter it around everything that runs, outside of the fake mode, so that it sees operators first. Storages that come
     in from outside count nothing, but for those that `own` was called with.
@@ -93,7 +93,7 @@ class StorageLedger(TracedBytes):
         self._marks: tuple[list[int], list[str]] = ([], [])
         # Place, product and name of the running operator; None: none runs.
         self.running: tuple[str, str, str] | None = None
-        self._position = -1  # Position of what is counted among what the operator returned.
+        self._position = -1  # Position of the counted tensor in the operator's output.
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
             torch.UntypedStorage.resize_,
             torch.get_rng_state,
@@ -144,13 +144,13 @@ class StorageLedger(TracedBytes):
             self.live -= self.sizes.pop(number, 0)
 
     def begin(self) -> None:
-        """Forget what happened so far, but for what is alive."""
+        """Forget all events so far, but for the storages that are alive."""
         self._before, self.events = dict(self.sizes), []
         self.steps += 1
         self._marks = ([], [])
 
     def parts_of(self, tensors: Iterable[torch.Tensor] | None = None) -> Counter[str]:
-        """Return the bytes of `tensors` (None: of all) that were alive when the step began, by what they are."""
+        """Return the bytes of `tensors` (None: of all) that were alive when the step began, by part."""
         numbers = self._before.keys()
         parts: Counter[str] = Counter()
         for number in numbers if tensors is None else numbers & {self.number(tensor) for tensor in tensors}:
@@ -164,7 +164,7 @@ class StorageLedger(TracedBytes):
 
         Args:
             inserted: bytes that are alive from an event on, by its number, though nothing of this run made them.
-            times: how often what the optimizer makes for a parameter is counted, by the parameter's number; default: once.
+            times: how often the optimizer's storages of a parameter count, by the parameter's number; default: once.
         """
         inserted, times = inserted or {}, times or {}
         now = self.parts_of()
@@ -260,7 +260,7 @@ class StorageLedger(TracedBytes):
         self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
 
     def place(self) -> tuple[str, str]:
-        """Return where the step is, and what is made there."""
+        """Return the place in the step, and the part of storages made there."""
         if self.phase == "optimizer step":
             return self.phase, OPTIMIZER
         node, accumulates = autograd_node(), False
@@ -277,7 +277,7 @@ class StorageLedger(TracedBytes):
 
 
 def _part_of_fsdp() -> str:
-    """Return what FSDP2 makes, where its own code runs; empty: it does not run."""
+    """Return the part that FSDP2 allocates for, where its own code runs; empty: it does not run."""
     frame = inspect.currentframe()
     inside = False
     while frame is not None:
@@ -352,7 +352,7 @@ def longest_repeats(kinds: Sequence[Hashable]) -> Repeats:
 
 @dataclass(frozen=True, eq=False)
 class _Skipped:
-    """A layer that is left out, with what it returns. Copies of a model share it: a copy of the fake tensors in `kind` has
+    """A layer that is left out, with its output. Copies of a model share it: a copy of the fake tensors in `kind` has
     memory that was never allocated, and Python crashes when it is freed."""
 
     layer: nn.Module
@@ -367,7 +367,7 @@ class SkippedLayer(nn.Module):
 
     Args:
         layer: the layer whose place it takes.
-        kind: what the layer returns.
+        kind: the layer's kind, with its output.
     """
 
     def __init__(self, layer: nn.Module, kind: BlockKind) -> None:
@@ -396,7 +396,7 @@ def leave_out(model: nn.Module, layers: Mapping[str, BlockKind]) -> None:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch that a model was shortened in, with what a run of the short model knows about it."""
+    """A stretch that a model was shortened in, with the facts that a run of the short model gives about it."""
 
     missing: int  # Number of periods that are left out.
     # Names of the layers of the two periods in front of the gap, and of the two behind it.
@@ -409,9 +409,9 @@ class Stretch:
 def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[StepMoment, Level] | None:
     """Return the levels of a step of the whole model, from the events of a step of the short one.
 
-    A period that is left out adds what its neighbours add. In forward this is the difference between the points where the
-    period in front of the gap begins and where the one behind it does; backward is alike. Levels of what was left out are
-    between those of the neighbours, so that none of them is the highest.
+    A period that is left out adds the same bytes as its neighbours. In forward this is the difference between the
+    points where the period in front of the gap begins and where the one behind it does; backward is alike. Levels of
+    left-out periods are between those of the neighbours, so that none of them is the highest.
 
     Returns:
         None where the neighbours do not allocate and free the same, so that nothing is known.

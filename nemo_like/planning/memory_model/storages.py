@@ -1,8 +1,8 @@
 """Storages that the memory model writes into.
 
 `Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator. Both follow the same storages. A
-recorded log of a layer is one entry for `Bytes`, which knows what it adds and its peak (`Recorded.fold`). For `Allocations`
-it is all of its entries.
+recorded log of a layer is one entry for `Bytes`, which knows the bytes it adds and its peak (`Recorded.fold`). For
+`Allocations` it is all of its entries.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Peak:
 
     parts: Mapping[str, int]  # Bytes by part, at the peak.
     at: str  # Place in the step, in words.
-    # Bytes alive when the model's forward has ended, with its output, without what stays between steps (`STAYING`).
+    # Bytes alive when the model's forward has ended, with its output, without the parts in `STAYING`.
     held: int
     where: str = ""  # The stretch of the step, without the stage and micro-batch that `at` names.
     stage: int = 0
@@ -106,7 +106,7 @@ class Storages:
             elif number in storages:
                 drop(storages.pop(number))
 
-    # What follows writes every allocation and free. Readers that need less override it; most ignore parts, places and marks.
+    # These methods write every allocation and free. Readers that need less override them; most ignore parts and marks.
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
         raise NotImplementedError
@@ -163,7 +163,7 @@ class Storages:
         """Note that the model has returned."""
 
     def park(self, stage: int, number: int, what: str) -> None:
-        """Count the saved activations of layers, and what is outside the layers, as waiting with this micro-batch."""
+        """Count the saved activations of layers, and those outside the layers, as waiting with this micro-batch."""
 
     def unpark(self, stage: int, number: int, what: str) -> None:
         """Count the bytes of a waiting micro-batch as running again."""

@@ -150,7 +150,7 @@ class _Watcher:
             self._refuse_written(layer.fqn, tensors, versions)
             left = self._left(layer.fqn, module, before, sizes)
             self._refuse_iterator(layer.fqn, output)
-            if not run_all:  # layers that share keys and values write them into what all are handed
+            if not run_all:  # layers that share keys and values write them into an argument of all
                 self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)

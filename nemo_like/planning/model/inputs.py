@@ -50,7 +50,7 @@ def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media
     """Return the input of a training step of a transformers `model`: `text`, with pictures and sound as its config has them.
 
     Args:
-        model: on any device; its encoders are run on fake tensors to see what they make of one picture.
+        model: on any device; its encoders are run on fake tensors to see their output for one picture.
         text: ``input_ids`` and ``labels``, (batch, tokens). Pictures and sounds take their places among these tokens.
         media: the number and size of pictures and sounds.
 
@@ -130,7 +130,7 @@ def _channels(vision: Any) -> int:
 
 
 class _Beside:
-    """Text with places for what other encoders make."""
+    """Text with places for the outputs of other encoders."""
 
     def __init__(self, model: nn.Module, text: dict[str, torch.Tensor], media: Media) -> None:
         self.config: Any = model.config
@@ -141,7 +141,7 @@ class _Beside:
         self.at = 0
 
     def pictures(self) -> tuple[str, str]:
-        """Put pictures into `text`. Return what was put there, and what was wrong."""
+        """Put pictures into `text`. Return in words the pictures put there, and the problem."""
         side, count = _side(_vision(self.config), self.media), self.media.images
         words = f"{count} picture(s) of {side} x {side} each"
         return self._put(words, list(_forms(self.model, self.names, self.batch, count, side)), count)

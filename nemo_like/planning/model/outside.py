@@ -48,8 +48,8 @@ class OuterMemory:
     in_chunks: bool = False
     # Seconds of its forward and backward by the device's roofline; 0 where no device was given.
     seconds: float = 0.0
-    # Layer calls that have no backward (what they return is not in the loss, or nothing before them trains) and hold
-    # nothing when backward begins: what they returned is not referenced any more.
+    # Layer calls that have no backward (their output is not in the loss, or nothing before them trains) and hold
+    # nothing when backward begins: their output is not referenced any more.
     dropped: frozenset[int] = frozenset()
     # `seconds` by `nemo_like.planning.roofline.kernel_kind`.
     kinds: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def outer_memory(
     """Run the model's step outside its layers on fake tensors and watch its memory.
 
     Args:
-        model, layers, traced: what runs, and how it was traced.
+        model, layers, traced: the model, its layers, and their trace.
         step: the loss of the loop, and whether it keeps the output.
         chunks: compute the loss that the model computes in such chunks.
         accumulate: as for `nemo_like.planning.trace.layer_memory.block_memory`.
@@ -197,7 +197,7 @@ def outer_memory(
 
 
 class _Ends:
-    """Positions in the log where modules return, and where the gradients of what they returned are there."""
+    """Positions in the log where modules return, and where the gradients of their outputs are there."""
 
     def __init__(self, meter: TracedBytes) -> None:
         self.meter = meter
@@ -276,7 +276,7 @@ class _StubbedLayer(torch.autograd.Function):
 def stand_in(
     kind: BlockKind, args: tuple, kwargs: dict[str, Any], call: LayerStub, regions: bool
 ) -> tuple[Any, Any, bool]:
-    """Return the output of a layer that is not run, what its recorders would have seen, and whether it has a backward.
+    """Return the output of a layer that is not run, its records for recorders, and whether it has a backward.
 
     Args:
         kind, args, kwargs: the layer, and how it is called.

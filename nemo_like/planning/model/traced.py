@@ -1,4 +1,4 @@
-"""A model, or one stage of it, traced in one local shape: its layers, their operators, and what a step of it allocates.
+"""A model, or one stage of it, traced in one local shape: its layers, their operators, and the allocations of a step.
 
 Also adapters on frozen weights, matmuls in float8, and the refusal of weights in 4 bits.
 """
@@ -57,7 +57,7 @@ MODES = ("none", "full", "selective")
 
 
 class TraceCache:
-    """Results by what they depend on. `nemo_like.planning.model.traced.TracedPart` reads and fills them."""
+    """Results by the values they depend on. `nemo_like.planning.model.traced.TracedPart` reads and fills them."""
 
     def __init__(self) -> None:
         # Allocations of a block, by its number, its choice, and how its step runs.
@@ -99,7 +99,7 @@ class TracedPart:
         """Trace a copy of `model`.
 
         Args:
-            model: on any device; a stage of a pipeline as a model that is called with what it receives.
+            model: on any device; a stage of a pipeline as a model that is called with the tensors it receives.
             sample_input: the input of one micro-batch of one rank.
             job: the job whose dtypes, device, and sizes of ``tp``, ``cp`` and ``ep`` are traced.
             cache: results of other traces of the same model; those of this one are added.
@@ -256,7 +256,7 @@ class TracedPart:
             return self.problems[kind].choice(words, choice.label)
 
     def saved(self, choices: Sequence[Choice]) -> int:
-        """Return the bytes that all layers save till the end of forward, with what they share."""
+        """Return the bytes that all layers save till the end of forward, with those they share."""
         return sum(choice.held_bytes for choice in choices) + self.traced.shared_bytes
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -273,10 +273,10 @@ class TracedPart:
         held: bool = False,
         compiler: str | None = None,
     ) -> BlockEvents:
-        """Return what a block allocates under `choice`, run by the engine on fake tensors.
+        """Return the allocations of a block under `choice`, run by the engine on fake tensors.
 
         Args:
-            kind, choice: the block, and what it saves.
+            kind, choice: the block, and the choice of tensors that it saves.
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
             halves: a pipeline's schedule cuts backward in two, and each half recomputes.
@@ -349,7 +349,7 @@ class TracedPart:
         choices: Sequence[Choice] | None = None,
         halves: bool = False,
     ) -> OuterMemory:
-        """Return what the model allocates outside its layers.
+        """Return the model's allocations outside its layers.
 
         Args:
             loss: of the step; None: the traced one.
@@ -404,7 +404,7 @@ class TracedPart:
         return self.cache.trained[key]
 
     def forms(self, *, whole: bool, ends: str) -> tuple[ParameterForms, int]:
-        """Return the parameters by what decides their bytes, and a number that is equal for equal ones.
+        """Return the parameters by the facts that decide their bytes, and a number that is equal for equal ones.
 
         whole: one rank has all of the model. ends: of `nemo_like.options.FSDP2`.
         """
@@ -422,13 +422,13 @@ class TracedPart:
 
 
 def shape_of(job: Job) -> Hashable:
-    """Return what a trace depends on, but for the sizes that only divide experts: equal for jobs that share results."""
+    """Return the key of a trace, without the sizes that only divide experts: equal for jobs that share results."""
     how = (job.param_dtype, job.precision.matmuls, job.fsdp is None)
     return repr((*how, job.tp, job.cp, job.ep.imbalance)), device_of(job).name
 
 
 def local_shape(job: Job) -> Hashable:
-    """Return what a trace depends on: equal for jobs in which a rank runs the same operators."""
+    """Return the key of a trace: equal for jobs in which a rank runs the same operators."""
     return shape_of(job), repr(job.ep)
 
 
@@ -465,7 +465,7 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     Args:
         model: changed in place, as peft does.
         rank: rank of the adapters, >= 1.
-        frozen: dtype of what does not train; None: as it is.
+        frozen: dtype of frozen parameters; None: as they are.
 
     Raises:
         ValueError: `rank` is below 1. MissingExtraError: peft is not installed.
@@ -489,7 +489,7 @@ def check_float8_plan(job: Job, device: Device) -> None:
     """Raise where layers multiply in float8, and no plan is made of that.
 
     Raises:
-        ValueError: float8 together with what is not planned with it, or a GPU that does not multiply in it.
+        ValueError: float8 together with an option that is not planned with it, or a GPU that does not multiply in it.
         MissingExtraError: torchao is not installed.
     """
     word = job.precision.matmuls

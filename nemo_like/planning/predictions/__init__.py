@@ -1,1 +1,2 @@
-"""Predictions of a `PlanQuery`: a rank's step, its bytes, reserved bytes and seconds, what decides, the fastest choices."""
+"""Predictions of a `PlanQuery`: a rank's step, its bytes, reserved and deciding bytes, and seconds; the fastest
+choices."""

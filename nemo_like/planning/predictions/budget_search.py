@@ -1,4 +1,4 @@
-"""The fastest choices within a budget, or within the memory; and where none fit, the least, and what would lower it."""
+"""The fastest choices within a budget, or within the memory; where none fit, the least, and changes to lower it."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +109,7 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
     if best < 0:
         raise _too_small(query, rank, limit, asked)
     taken = rows[best]
-    # What the next step on the path would take too much of, in part; and then the other stages, as far as they go.
+    # Take part of the next step on the path, which takes too much; and then of the other stages, as far as they go.
     ahead = [index for index in own if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
     for index in [] if query.is_pipeline else [*ahead, *(other for other in own if other not in ahead)]:
         if path[best][index] + 1 >= len(stages[index].stack.mixes):
@@ -187,8 +187,9 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
     """Return the fastest plan whose deciding bytes are within `limit`: its choices, peak, need, and budget in words.
 
     A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the
-    same proportion. Budgets are rounded down to what is short to write (`budget_words`). The last plan is made for the peak
-    of full checkpointing, since segments are so large that less peak may not reserve less. None: no plan fits.
+    same proportion. Budgets are rounded down to short numbers (`budget_words`). The last plan is made
+    for the peak of full checkpointing, since segments are so large that less peak may not reserve less. None: no plan
+    fits.
     """
     budget = most_allocated(query, limit)
     for left in reversed(range(_ATTEMPTS)):

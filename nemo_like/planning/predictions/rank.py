@@ -6,7 +6,7 @@ In a pipeline, `torch.distributed.pipelining` (torch 2.13) keeps tensors:
 
 - a receiving buffer per micro-batch for each stage's input and for the gradient of its output, made once;
 - each output until its backward, and under schedules with several stages on a rank all that was sent until the step ends;
-- with a backward cut in two, what the second half needs, and the gradients of the stages' inputs until the next step.
+- with a backward cut in two, tensors of the second half, and the gradients of the stages' inputs until the next step.
 
 Stages that follow each other on one rank hand tensors on instead of sending them. FSDP2 keeps whole gradients of a stage,
 and reduces them behind its last backward. Schedules with several stages on a rank gather all of a stage's parameters at
@@ -153,7 +153,7 @@ class RankSteps:
         query: the job, and its stages.
         rank: rank of the pipeline; 0 without one.
         choices: for each stage, one for each layer call.
-        storages: receives what is written.
+        storages: receives the allocations and frees.
         kept_outputs: for each stage, bytes of a micro-batch's output that are kept until the step ends.
     """
 
@@ -169,7 +169,7 @@ class RankSteps:
         self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
         self.actions = query.actions[rank]
         self.once = query.held_once(rank)
-        # 1F1B frees what it has sent; schedules with several stages on a rank do so when the step ends.
+        # 1F1B frees the tensors it has sent; schedules with several stages on a rank do so when the step ends.
         self.holds_sent = not query.pp.facts.frees_sent
         own_stages = [query.stages[index] for index in query.of_rank(rank)]
         self.stages = {
@@ -189,7 +189,7 @@ class RankSteps:
                     stage.received_grads[number] = storages.make(query.hidden_bytes, Part.RECEIVE_BUFFERS)
         self.stay = query.job.step.zero_grad == "zero"
 
-    # --- what stays from step to step ---------------------------------------------------------------------------------
+    # --- storages that stay from step to step -------------------------------------------------------------------------
 
     def _make_parameters(self, stage: Stage, *, less: int) -> None:
         """Make the storages before the first step: parameters, their running mean, DDP's buckets, remembered tables.

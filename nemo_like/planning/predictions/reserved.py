@@ -1,9 +1,9 @@
 """Bytes that a training step takes of a GPU: those that the caching allocator reserves, by which it fits, and all others.
 
-`peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*, which is whole segments. Their
-free pieces may be too small for any request, and those of one stream serve no other. So the step's allocations are run
-through a model of the allocator. Several steps are run, from the first one on, in which the optimizer's state is made, until
-one reserves nothing more.
+`peak_bytes` counts the bytes of tensors. A GPU runs out of memory that the allocator has *reserved*, in whole segments.
+Their free pieces may be too small for any request, and those of one stream serve no other. So the step's allocations
+are run through a model of the allocator. Several steps are run, from the first one on, in which the optimizer's state
+is made, until one reserves nothing more.
 
 A step fits where this ends with no more memory than the limit, and without giving segments back in every step, since the
 device would have to wait for that. Where nothing reserves more than tensors take (the CPU), tensors decide. In a pipeline,
@@ -24,7 +24,7 @@ None of their numbers was measured by this package. Those of NCCL are from its l
 - A log of p5.48xlarge in aws-samples/aws-do-eks (NCCL tests): 24 channels, 32 per peer on one node; on two, 16 and 2.
 
 Assumptions: 4 channels, 2 per peer, without NVLink; 20 MiB for a ring's channel from node to node; at most 8 GPUs count as
-near, in a rack, too; the default group is used like any other; RCCL takes what NCCL does.
+near, in a rack, too; the default group is used like any other; RCCL takes as much as NCCL.
 
 cuBLAS's workspaces are inside: torch takes them from its allocator (`workspaces_of`). No part of
 this package captures a CUDA graph, so graphs' pools are not counted.
@@ -216,7 +216,7 @@ def replay(
 
 
 def reserved_on(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Reserved:
-    """Return what the allocator reserves on one rank; arguments as for `StepLogs`."""
+    """Return the bytes that the allocator reserves on one rank; arguments as for `StepLogs`."""
     return replay(StepLogs(query, rank, choices), query.device, query.job.allocator)
 
 
@@ -246,14 +246,14 @@ class Need:
 
 
 def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit: int) -> Need:
-    """Return what decides whether a step fits in `limit` bytes of each rank; where it does not, of the first rank so.
+    """Return the bytes that decide whether a step fits in `limit` on each rank; of the first rank that does not fit.
 
     `peaks`: those of `choices` on the fullest ranks (`nemo_like.planning.predictions.rank.fullest_peaks`).
     """
     sizes = {rank: peak.total for rank, peak in peaks.items()}
     reserved = list[int]()
     for rank in sorted(sizes, key=lambda rank: -sizes[rank]) if query.device.cuda is not None else ():
-        # What is reserved above the peak is at most twice that of another rank, which runs the same kinds of layers.
+        # Bytes reserved above the peak are at most twice those of another rank, which runs the same kinds of layers.
         if reserved and sizes[rank] + 2 * (reserved[0] - max(sizes.values())) < max(reserved):
             continue
         reserved += reserved_within(query, choices, limit, [rank])
@@ -263,7 +263,7 @@ def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit
 
 
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
-    """Return the bytes that decide, from what is `reserved` on ranks; empty: nothing reserves more than tensors take."""
+    """Return the bytes that decide, from those `reserved` on ranks; empty: nothing reserves more than tensors take."""
     inputs, most = query.input_bytes, max(reserved, default=None)
     if most is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
@@ -278,7 +278,7 @@ def most_allocated(query: PlanQuery, limit: int) -> int:
 def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Iterable[int] | None = None) -> list[int]:
     """Return the bytes that the caching allocator reserves on `ranks` (None: all), where a step may take `limit` bytes.
 
-    Where `limit` does not suffice, they are what it would reserve on a larger device. Empty: there is no such allocator.
+    Where `limit` does not suffice, they are those of a larger device. Empty: there is no such allocator.
     """
     if query.device.cuda is None:
         return []

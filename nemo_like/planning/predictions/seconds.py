@@ -1,4 +1,4 @@
-"""Seconds of a step by what takes them: kernels, collectives that nothing hides, bubble, optimizer.
+"""Seconds of a step by part: kernels, collectives that nothing hides, bubble, optimizer.
 
 FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward. Only the
 part that is longer than that computing counts. Shards in CPU memory (`cpu_offload`) come over the bus before they are
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """One optimizer step, in seconds by what takes them; their sum is the step."""
+    """One optimizer step, in seconds by part; their sum is the step."""
 
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -89,10 +89,10 @@ class Links:
 
 
 def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
-    """Return the seconds of a step, by what takes them.
+    """Return the seconds of a step, by part.
 
-    In a pipeline, they are what the busiest rank computes, sends and waits for. What its stages gather and reduce once in a
-    step is added.
+    In a pipeline, they are those in which the busiest rank computes, sends and waits. The gathers and reductions of its
+    stages, once in a step, are added.
     """
     if not query.is_pipeline:
         return _loop_seconds(query.stages[0], choices[0])
@@ -117,7 +117,7 @@ _PARTS = ("forward", "backward", "replay", "head and embedding", *_SENT)
 
 
 def microbatch_seconds(stage: Stage, choices: Sequence[Choice], links: Links, turns: int = 1) -> dict[str, float]:
-    """Return the seconds of `turns` micro-batches in a stage, by what takes them, without FSDP2."""
+    """Return the seconds of `turns` micro-batches in a stage, by part, without FSDP2."""
     parts = dict.fromkeys(_PARTS, 0.0)
     for row in microbatch_rows(stage, choices, links, turns):
         parts[row.part] += row.amount
@@ -218,7 +218,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
         yield shown("parameter gathers", f"all-gather of layers ({over}), {phase}", gather, waits.gather)
         yield shown("host copies", f"layers' parameters from CPU memory, {phase}", copy, fetch)
     replicas = sum(roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device) for unit in units)
-    # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
+    # The replicas' sum comes after the reduce-scatter, which is hidden first.
     late = min(replicas, waits.reduction)
     first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
     scatter = f"reduce-scatter of layers ({over})"
@@ -255,7 +255,7 @@ def launching_seconds(run: LayerRun, links: Links) -> float:
 
 
 def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
-    """Return the seconds of one micro-batch in each stage, by what takes them."""
+    """Return the seconds of one micro-batch in each stage, by part."""
     links = Links.for_job(query.job, query.device)
     return [microbatch_seconds(stage, chosen, links) for stage, chosen in zip(query.stages, choices)]
 
@@ -348,14 +348,14 @@ def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
 
 
 def shown_seconds(size: int, beside: float, links: Links) -> float:
-    """Return what shows of a collective of `size` bytes that runs in pieces, one a rank, together with a matmul of `beside`
-    seconds: what is longer of it than that, and a piece of the shorter one, as the first has nothing to run beside."""
+    """Return the exposed seconds of a collective of `size` bytes that runs in pieces, one a rank, during a matmul of
+    `beside` seconds: its excess over that, and a piece of the shorter one, since the first piece runs alone."""
     sending = roofline.gather_seconds(size, links.tensor, links.device)
     return max(0.0, sending - beside) + min(sending, beside) / links.tensor.ranks
 
 
 class Waits(NamedTuple):
-    """Seconds of FSDP2 in one layer call: of its collectives and copies, and of these what computing does not hide."""
+    """Seconds of FSDP2 in one layer call: of its collectives and copies, and the exposed ones of these."""
 
     gather: float
     reduce: float
@@ -390,7 +390,7 @@ def waits_of(run: LayerRun, links: Links) -> Waits:
         behind = max(0.0, behind - bus)
         backward, behind = max(0.0, fetch + gather - behind), max(0.0, behind - fetch - gather)
     forward, reduction = max(0.0, fetch + gather - ahead), max(0.0, reduce + store - behind)
-    # What comes last is what is waited for: gathers after copies, copies after reductions.
+    # The last one is waited for: gathers after copies, copies after reductions.
     late = min(gather, forward), min(gather, backward), min(store, reduction)
     adding = host_sum_seconds(units, links.device)
     summing = adding + reduce + store - reduction if adding else 0.0
@@ -458,7 +458,7 @@ class Timeline:
 def action_seconds(stages: Iterable[Mapping[str, float]]) -> dict[tuple[str, int], float]:
     """Return seconds by kind of action and stage; both halves of a cut backward recompute.
 
-    stages: of one micro-batch in each stage, by what takes them (`microbatch_seconds`).
+    stages: of one micro-batch in each stage, by part (`microbatch_seconds`).
     """
     seconds: dict[tuple[str, int], float] = {}
     for index, parts in enumerate(stages):
@@ -485,7 +485,7 @@ def timeline(
         sending: seconds from the end of an action to the begin of one on another rank that needs it.
 
     Raises:
-        ValueError: in this order, an action never gets what it needs.
+        ValueError: in this order, an action never gets the results it needs.
     """
     done: dict[tuple[str, int, int], float] = {}
     free, at, busy = [0.0] * len(actions), [0] * len(actions), 0.0
@@ -522,7 +522,7 @@ def timeline(
 def _ready(
     action: Action, done: Mapping[tuple[str, int, int], float], stages: int, late: Mapping[tuple[int, int], float]
 ) -> float | None:
-    """Return the time at which what `action` needs exists; None: it does not yet. `late`: seconds between two stages."""
+    """Return the time at which the inputs of `action` exist; None: not yet. `late`: seconds between two stages."""
     stage, number = action.stage, action.microbatch
     needed: list[tuple[str, int, int]] = []
     if action.kind == FORWARD and stage:

@@ -1,1 +1,1 @@
-"""Choices of what layers save: the best of one layer, of all layers, and within a budget."""
+"""Choices of the tensors that layers save: the best of one layer, of all layers, and within a budget."""

@@ -29,7 +29,7 @@ class Choice:
     """One way to run one block."""
 
     label: str  # ``none`` (no region), ``full`` (keep inputs only) or ``plan``.
-    # Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside.
+    # Held on the device from its forward to its backward: its inputs where it keeps them, and tensors saved inside.
     held_bytes: int
     host_bytes: int  # Held in CPU memory meanwhile.
     recompute_flops: int
@@ -84,7 +84,7 @@ class BlockProblem:
                 bytes=record.bytes,
                 cost=costs[k] if k < reachable else 0.0,
                 reads=tuple(self._index[i] for i in record.reads if i in self._index),
-                # A rank without rows may run other ops than were traced, and then recomputes what it was to skip: a
+                # A rank without rows may run other ops than were traced, and then recomputes those it was to skip: a
                 # collective must be run by all or by none.
                 needed=(record.needed or facts(record.op).collective) and k < reachable,
                 keepable=record.bytes > 0 and not record.changed and facts(record.op).tracked,
@@ -102,7 +102,7 @@ class BlockProblem:
         return None
 
     def none(self) -> Choice:
-        """Outside of any region: autograd keeps what it keeps, and nothing is replayed."""
+        """Return the choice without a region: autograd saves its tensors, and nothing is recomputed."""
         return Choice("none", self.trace.none_bytes, 0, 0, 0.0)
 
     def choice(self, words: Sequence[str], label: str = "plan") -> Choice:
@@ -122,8 +122,8 @@ class BlockProblem:
         )
 
     def full(self) -> Choice:
-        """Keep the inputs only, and what says which rows go to the experts of other ranks (`KeepRouting`). Nothing holds
-        less: not even what a plan must keep, such as a number that was read from the device."""
+        """Return the choice that keeps only the inputs, and the routing of rows to experts of other ranks
+        (`KeepRouting`). Nothing holds less: a plan must keep more, such as a number that was read from the device."""
         if not self.trace.saves_something:
             return self.none()
         return self.choice(["save" if record.op in self._routing else "recompute" for record in self.records], "full")
@@ -151,9 +151,9 @@ class BlockProblem:
         return tuple(solver.non_dominated(ascending, attrgetter("recompute_seconds")))
 
     def on_host(self, choice: Choice) -> Choice:
-        """`choice` with what it keeps inside moved to CPU memory and back.
+        """Return `choice` with the tensors it saves inside moved to CPU memory and back.
 
-        Only what computing does not hide of the copies costs time, see `exposed_seconds`.
+        Only the part of the copies that computing does not hide costs time, see `exposed_seconds`.
         """
         moved = choice.held_bytes - self.trace.input_bytes
         exposed = exposed_seconds(moved, self.forward_seconds, self.device)
@@ -215,7 +215,7 @@ class ChoiceGroup:
 
 @dataclass(frozen=True)
 class Stack:
-    """Every group, and what they can do together."""
+    """Every group, and the mixes of their choices."""
 
     groups: tuple[ChoiceGroup, ...]
 
@@ -263,7 +263,7 @@ def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
     return problem.choice(words, label)
 
 
-# Backward as a multiple of forward: of attention, and of what is neither that nor a matrix product.
+# Backward as a multiple of forward: of attention, and of operators that are neither that nor a matrix product.
 ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0
 
 
@@ -295,15 +295,15 @@ def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
     gathered = (_GATHER, "nemo_like::rows_of_all")
     sums += [_whole(op) // 2 for op in records if op.op.name() in gathered]
-    # A rank gives all of what is reduced and scattered, and gets its part.
+    # A rank gives the whole tensor that is reduced and scattered, and gets its part.
     sums += [(op.moved - op.bytes) // 2 for op in records if op.op.name() == _SCATTER]
     return sum(sums) + max(0, 2 - len(sums)) * hidden
 
 
 def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """Return whole bytes of each gather and reduce-scatter of sequences, and the seconds of the matmuls that it can run
-    beside: those that read what is gathered, up to attention, the next collective or the last product of an MLP, or the one
-    that makes what is scattered."""
+    together with: those that read the gathered tensor, up to attention, the next collective or the last product of an
+    MLP, or the one that makes the scattered tensor."""
     last = max((k for k, op in enumerate(records) if op.flops and not facts(op.op).attention), default=0)
     found = []
     for k, op in enumerate(records):
@@ -327,8 +327,8 @@ def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
     """The operators of a trace as a compiler fuses them, where no matrix product, attention or collective stands between
     two.
 
-    What is computed twice is computed once. A value goes to memory where something outside of its row reads it, or backward;
-    a row reads each value once.
+    Values computed twice are computed once. A value goes to memory where something outside of its row reads it, or
+    backward; a row reads each value once.
     """
     row, rows, first = 0, list[int](), list[int]()
     for place, op in enumerate(ops):
@@ -374,10 +374,10 @@ class BlockSeconds:
     gathered_again: int  # Bytes of these that backward gathers once more.
     expert_bytes: int  # Sent by all-to-all over ``ep`` in a forward.
     # Bytes of one sum of tensor parallelism: the mean of that behind attention and that behind the FFN.
-    # Without such a sum in the trace, those of the hidden states; half of them for what is gathered alone, as rows of
-    # experts.
+    # Without such a sum in the trace, those of the hidden states; half of them for tensors that are only gathered, as
+    # rows of experts.
     boundary_bytes: int
-    # Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`.
+    # Kind of each of `kernels`: ``launch`` where its launch takes longer, else its `kernel_kind`.
     kinds: tuple[str, ...] = ()
     backward_times: tuple[float, ...] = ()  # For each of `kernels`, its backward as a multiple of it.
     # Operators of a forward that the host launches one by one, views included: none of a compiled layer.

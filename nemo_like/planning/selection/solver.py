@@ -31,7 +31,7 @@ EXACT_STATES = 1 << 14
 
 @dataclass(frozen=True)
 class Op:
-    """One op of a block, reduced to what the choice needs."""
+    """One op of a block, reduced to the facts that the choice needs."""
 
     bytes: int  # Bytes that saving its outputs costs.
     cost: float  # Cost of recomputing it, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop.
@@ -69,12 +69,12 @@ class Mix:
 
 
 def linear_replay_cost(ops: Sequence[Op], keep: int) -> float:
-    """Return the cost of recomputing everything that is not saved: what `linear_frontier` minimises."""
+    """Return the cost of recomputing everything that is not saved, which `linear_frontier` minimises."""
     return sum(op.cost for i, op in enumerate(ops) if not keep >> i & 1)
 
 
 def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[Point, ...]:
-    """Return every best trade of bytes for cost without skips, from "save only what must be saved" to "recompute nothing".
+    """Return every best trade of bytes for cost without skips, from saving only the forced ops to recomputing nothing.
 
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
     below `max_states` non-dominated states; past that, states are thinned.
@@ -140,7 +140,7 @@ def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states
         kinds: for each kind of layer, the (bytes, cost) of its points, and how many layers of it there are.
         max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
             its result fits. Past that, the cheapest of each of `max_states` equal steps of bytes is carried on;
-            `combine_bound` bounds what that may have cost.
+            `combine_bound` bounds the loss by that.
     """
     total: list[State] = [(0, 0.0, ())]
     for points, count in kinds:
@@ -229,7 +229,7 @@ EVERY_STATES = 1 << 16
 
 
 def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
-    """Return cost and skip mask for `keep`, where only what backward or a recomputed op reads is recomputed."""
+    """Return cost and skip mask for `keep`, where only inputs of backward or of recomputed ops are recomputed."""
     run = [op.forced == "replay" or (op.needed and not keep >> i & 1) for i, op in enumerate(ops)]
     for i in range(len(ops) - 1, -1, -1):  # an op reads earlier ops only, so one pass backwards closes the set
         if run[i]:
@@ -243,10 +243,11 @@ def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
 def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Point, ...]:
     """Return every best trade of bytes for recomputation cost with skips: ascending in bytes, descending in cost.
 
-    Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs they
-    require, what they keep and what it costs. Layers are nearly chains, so that few outputs are required at a time. Past
-    `max_states` states, those that require the same outputs are thinned to an even share, spread over their bytes; where
-    too many different outputs are required at a time, it is the choices of `linear_frontier` with what they may skip.
+    Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs
+    they require, their bytes and their cost. Layers are nearly chains, so that few outputs are required at a time. Past
+    `max_states` states, those that require the same outputs are thinned to an even share, spread over their bytes;
+    where too many different outputs are required at a time, it is the choices of `linear_frontier` with the ops they
+    may skip.
     """
     states: dict[int, list[State]] = {0: [(0, 0.0, 0)]}
     for i in reversed(range(len(ops))):

@@ -1,1 +1,1 @@
-"""One layer traced: its operators, and what it allocates under a choice."""
+"""One layer traced: its operators, and its allocations under a choice."""

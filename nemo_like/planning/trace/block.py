@@ -1,4 +1,4 @@
-"""Trace a block op by op without running it: bytes, FLOPs, which op reads which, and what autograd saves.
+"""Trace a block op by op without running it: bytes, FLOPs, which op reads which, and the tensors that autograd saves.
 
 `Recorder` watches the ops of a forward pass (fake or real). `trace_block` runs one block under fake tensors and returns
 a `BlockTrace`.
@@ -38,7 +38,7 @@ class OpRecord:
     changed: bool = False  # True where a later op changes one of its outputs in place.
     # Number of its inputs that need a gradient: a matrix product has one product for each in backward.
     grads: int = 2
-    # Indices of the ops that wrote what holds the values of its inputs in float8.
+    # Indices of the ops that wrote the tensors with the float8 values of its inputs.
     values: tuple[int, ...] = ()
     # Numbers and bytes of the storages that it reads and no op wrote: inputs and parameters.
     outer: tuple[tuple[int, int], ...] = ()
@@ -90,7 +90,7 @@ Stored = tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return this rank's part of a tensor; of one in torchao's float8 also what holds its values."""
+    """Return this rank's part of a tensor; of one in torchao's float8 also the tensor that holds its values."""
     local = local_part(tensor)
     if not type(local).__module__.startswith("torchao.float8"):
         return [local]
@@ -102,7 +102,7 @@ class _Storages:
     """Storages seen so far. They are held until the trace ends, because an id is only good while its object lives."""
 
     held: list[Any] = field(default_factory=list)
-    # ``"param"``, ``"input"`` or ``"shared"`` for what existed before.
+    # ``"param"``, ``"input"`` or ``"shared"`` for storages that existed before.
     origin: dict[int, str] = field(default_factory=dict)
     writers: dict[int, list[int]] = field(default_factory=dict)
     size: dict[int, int] = field(default_factory=dict)
@@ -146,10 +146,10 @@ class Recorder(TorchDispatchMode):
         # Index of the op that changed running statistics last, by their key.
         self._statistics: dict[int, int] = {}
         self._count: dict[OpOverload, int] = {}
-        self._calls: dict[Any, int] = {}  # Indices of ops by what they are called with.
+        self._calls: dict[Any, int] = {}  # Indices of ops by their arguments.
         self._made: dict[int, list[int]] = {}  # Keys of the storages of their results.
         self._same: dict[int, int] = {}  # For the storage of an op that has an equal one, that one's.
-        # Keys of the storages of what needs a gradient, and of what is made of it.
+        # Keys of the storages of tensors that need a gradient, and of tensors made of them.
         self._trained: set[int] = set()
 
     def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
     def kept(self) -> set[int]:
         """Return the keys of the storages that autograd keeps now.
 
-        What it kept for tensors that are gone went with them: for example those by which a router chooses its experts.
+        Storages kept for tensors that are gone went with them: for example those by which a router chooses its experts.
         """
         return {key for _, key, packed in self.packs if packed() is not None}
 
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
                 op=func,
                 nth=nth,
                 shapes=tuple(tuple(t.shape) for t in outputs),
-                # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses what its scale is of.
+                # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses its scale's origin.
                 bytes=0 if is_wrapped(map(type, outputs)) else sum(s.size[key] for key in new),
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, *([parts[-1] for parts in each] for each in stored)),
@@ -303,7 +303,7 @@ def record(
     recorder.declare("shared", shared)
     recorder.declare("input", list(inputs.values()))
     with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor):
-        out = call()  # autograd keeps what it saves as long as this
+        out = call()  # autograd keeps its saved tensors as long as this
     s = recorder.storages
     outputs = {s.key(t) for t in tensors_in(out)}
     origin, packed = s.origin, recorder.kept()
@@ -340,7 +340,7 @@ def trace_block(
 
     Args:
         module: the block.
-        args, kwargs: what its model calls it with. Their `requires_grad` counts, as it decides what autograd saves.
+        args, kwargs: its arguments in the model. Their `requires_grad` counts, as it decides which tensors are saved.
         name: for messages.
         shared: those tensors among the arguments that all blocks are called with.
         run, state: the run, and the module's fake parameters and buffers in it.
@@ -351,7 +351,7 @@ def trace_block(
 
     def stand_in(value: torch.Tensor) -> torch.Tensor:
         if id(value) not in replaced:
-            # What is not fake is known, as a mask made of constants is.
+            # A tensor that is not fake is known, as a mask made of constants is.
             fake = run.sample(value) if isinstance(value, FakeTensor) else value.detach()
             replaced[id(value)] = fake.requires_grad_(value.requires_grad) if value.requires_grad else fake
         return replaced[id(value)]

@@ -50,7 +50,7 @@ class NotCompiledError(ValueError):
 
 @dataclass(frozen=True)
 class CompiledBlock:
-    """Both graphs of a block, and what is put into them."""
+    """Both graphs of a block, and their inputs."""
 
     forward: fx.Graph
     backward: fx.Graph
@@ -70,7 +70,7 @@ def compiled_block(
 
     Args:
         kind, run, used: as for `block_memory`.
-        policy: what its region saves; None: it has none, or one around it.
+        policy: chooses the tensors that its region saves; None: it has no region, or one around it.
         fuses: of `CompiledBlock`.
 
     Raises:
@@ -159,7 +159,7 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def _tag(graph: fx.Graph) -> None:
-    """Have the partitioner recompute what the policy was not asked about: views, and what tags do not reach."""
+    """Have the partitioner recompute the nodes that the policy did not decide on: views, and those without a tag."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         begins = node.op == "placeholder" and "tangents" in str(node.target)
@@ -178,7 +178,7 @@ def _tag(graph: fx.Graph) -> None:
 def compiled_memory(
     block: CompiledBlock, *, around: bool, accumulate: bool | UpdateInBackward, received: bool = False
 ) -> BlockEvents:
-    """Return what a compiled block allocates in forward and backward, as `block_memory` does of an eager one.
+    """Return the allocations of a compiled block in forward and backward, as `block_memory` does of an eager one.
 
     Args:
         block: both graphs.
@@ -272,10 +272,10 @@ class _Graph:
     def _root(self, node: fx.Node) -> fx.Node:
         """Return the node whose storage a view is of; itself, where it makes one."""
         value = node.meta.get("val")
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:  # which returns what it waits for
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:  # which returns its input
             return self.root[node.all_input_nodes[0]]
         if node.op == "call_function" and isinstance(value, Tensor):
-            source = node.args[0] if node.target is operator.getitem else node  # such as a part of what is split
+            source = node.args[0] if node.target is operator.getitem else node  # such as a part of a split tensor
             for read in cast("fx.Node", source).all_input_nodes:
                 other = read.meta.get("val")
                 if isinstance(other, Tensor) and storages(other) == storages(value):
@@ -283,7 +283,7 @@ class _Graph:
         return node
 
     def reads(self, node: fx.Node) -> set[fx.Node]:
-        """Return the storages that the kernel of a node reads, through what is fused into it."""
+        """Return the storages that the kernel of a node reads, through the nodes fused into it."""
         if node not in self._reads:
             found: set[fx.Node] = set()
             for read in node.all_input_nodes:
@@ -295,7 +295,7 @@ class _Graph:
     def log(
         self, given: Mapping[fx.Node, int], numbers: Iterator[int]
     ) -> tuple[list[tuple[int, int]], dict[fx.Node, int]]:
-        """Return what is allocated and freed, and the number of each storage.
+        """Return the log of allocations and frees, and the number of each storage.
 
         given: the numbers of placeholders that end with their last use; several may be views of one storage.
         """

@@ -58,7 +58,7 @@ class BlockKind:
     autocast: torch.dtype | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
+        """Return the block's output, with the tensors that it leaves in `left`, if any: both get gradients."""
         # A recomputation may leave placeholders in attributes, and in lists: each run begins with the same values.
         set_attributes(self.module, copied(self.before | dict(zip(self.given, kwargs.pop(GIVEN, ())))))
         with _autocast_to(self.autocast):
@@ -70,7 +70,7 @@ class BlockKind:
         return kwargs | {GIVEN: attributes_of(module, self.given)} if self.given else kwargs
 
     def put(self, module: nn.Module, output: Any) -> Any:
-        """Set what `module`, a block like it that is not run, leaves in `left`, and return what the block returns."""
+        """Set the attributes in `left` of `module`, a block like it that is not run, and return the block's output."""
         if not self.left:
             return output
         set_attributes(module, dict(zip(self.left, output[1])))
@@ -79,7 +79,7 @@ class BlockKind:
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return its output, as of `run`, in a call of a block like it.
 
-        What it passes on is passed on; ``make(tensor)`` replaces the other tensors.
+        Inputs that it passes on are passed on; ``make(tensor)`` replaces the other tensors.
         """
         inputs, positions = by_argument(args, kwargs), itertools.count()
 
@@ -112,7 +112,7 @@ class TracedCall:
 
 @dataclass
 class ModelTrace:
-    """A model's layers as it calls them, and what is required to run any of them again."""
+    """A model's layers as it calls them, and the state required to run any of them again."""
 
     calls: tuple[TracedCall, ...]
     kinds: tuple[BlockKind, ...]
@@ -142,7 +142,7 @@ def set_attributes(module: nn.Module, values: Mapping[tuple[str, str], Any]) -> 
 
 
 def every_attribute(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return buffers, and what is no part of a module, by module and attribute."""
+    """Return buffers, and attributes that are not parameters or modules, by module and attribute."""
     return {
         (name, attribute): value
         for name, part in module.named_modules()
@@ -238,7 +238,7 @@ def call_key(value: Any) -> Any:
     return tuple(described), str(spec)
 
 
-# The name of a module within its layer, what it was called with, and its output.
+# The name of a module within its layer, its arguments, and its output.
 Record = tuple[str, tuple, Any]
 
 
@@ -252,7 +252,7 @@ def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:
 
 @contextmanager
 def recording(layer: nn.Module) -> Iterator[list[Record]]:
-    """Note what the recorders below `layer` see within the context, one entry for each module and call."""
+    """Note the calls that the recorders below `layer` see within the context, one entry for each module and call."""
     seen: list[Record] = []
     with ExitStack() as stack:
         for name, part in {name: part for name, part, _ in _hooks(layer)}.items():
@@ -265,7 +265,7 @@ def recording(layer: nn.Module) -> Iterator[list[Record]]:
 
 
 def record_again(layer: nn.Module, records: Sequence[Record]) -> None:
-    """Give the recorders below `layer`, which is not run, what they would have seen."""
+    """Give the recorders below `layer`, which is not run, the calls they would have seen."""
     hooks = list(_hooks(layer)) if records else []
     for name, args, output in records:
         for at, part, hook in hooks:

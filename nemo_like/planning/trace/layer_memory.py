@@ -86,9 +86,9 @@ _ENGINE = "torch.autograd.graph"
 
 
 class SumsInPlace(TorchDispatchMode):
-    """Mode that adds in place what autograd would.
+    """Mode that adds in place where autograd would.
 
-    Enter it last, so that it sees operators first: what else refers to a tensor is only to be seen from there. Autograd adds
+    Enter it last, so that it sees operators first: other references to a tensor are only seen from there. Autograd adds
     in place where there are no gradients of gradients and nothing else refers to the first of the two
     (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``).
     """
@@ -109,8 +109,8 @@ class SumsInPlace(TorchDispatchMode):
             in_place = None  # into a tensor made of others (DTensor) autograd adds nothing
         if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
             into = args[0]
-            # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those of
-            # what rows were put into.
+            # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those
+            # of a tensor that rows were put into.
             alone = len(args) > 3 and args[3] if func is _PUT else _holders(into) == self.counts
             if alone and into.is_contiguous() and (func is not _ADD or _like(into, args[1])):
                 return in_place(*args, **(kwargs or {}))
@@ -126,8 +126,8 @@ def _by_the_engine(frame: Any) -> bool:
 def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Return how often a tensor, its storage and its Python object are referenced.
 
-    All that Python holds of a tensor (what a hook was given and keeps) is one reference to the tensor. In a real step only
-    such a tensor has a Python object; in a fake one each does.
+    All that Python holds of a tensor (such as one that a hook keeps) is one reference to the tensor. In a real step
+    only such a tensor has a Python object; in a fake one each does.
     """
     return use_count(tensor), storage_use_count(tensor), sys.getrefcount(tensor)
 
@@ -160,7 +160,7 @@ def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
     """Return the counts of `_holders` for a tensor in a sum of gradients to which nothing else refers.
 
     They are measured for each run, as the dispatch itself takes references: how many is torch's own affair, and one more
-    once a region with a graph break was compiled in this process. A mode of the caller, which may keep what it sees, has no
+    once a region with a graph break was compiled in this process. A mode of the caller, which may keep tensors, has no
     part in it.
     """
     with without_dispatch_modes(), _CountHolders() as counting:
@@ -188,7 +188,7 @@ def block_memory(
 
     Args:
         kind: the block, and how it is called.
-        policy: what its region saves.
+        policy: chooses the tensors that its region saves.
         run: the run that fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them; or backward
@@ -199,8 +199,8 @@ def block_memory(
         apart: modules of the model that are FSDP2 units inside of a layer (experts).
         halves: run backward in two halves, as some schedules of pipelines do. A checkpointed block is recomputed in each.
         held: with `halves`, the stage trains parameters behind the block, whose second half comes later and starts at nodes
-            that have references to the block's graph: what no half runs through stays till then, and is not freed in the
-            logs.
+            that have references to the block's graph: nodes that no half runs through stay till then, and are not freed
+            in the logs.
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
@@ -236,7 +236,7 @@ def block_memory(
         if not roots:
             return BlockEvents(tuple(meter.log), (), outputs)
         positions = tuple(roots)
-        # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
+        # The code below sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = OutputGradients.apply([(layouts or {}).get(i) for i in roots], stay, *roots.values())
@@ -307,7 +307,7 @@ class _Marked(torch.autograd.Function):
 def gradients_by_place(kind: BlockKind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """Return the gradient of each tensor of the block's call that has one, under its first place.
 
-    replaced: what the block was called with, by the ids of these tensors.
+    replaced: the block's arguments, by the ids of these tensors.
     """
     first: dict[int, Place] = {}
     for place, tensor in by_argument(kind.args, kind.kwargs).items():
@@ -325,7 +325,7 @@ def numbers_of(meter: TracedBytes, state: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class _ToHost:
-    """CPU memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
+    """CPU memory, which is not the device's: nothing there is counted. A tensor counts again once requested."""
 
     def to_host(self, tensor: torch.Tensor) -> Any:
         again = functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""Logs of what a block, or the model outside its blocks, allocated and freed while it ran on fake tensors."""
+"""Logs of allocations and frees of a block, or of the model outside its blocks, in runs on fake tensors."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -196,7 +196,7 @@ class OuterEvents:
     # Position of the gradient of that module's output, by name of the parameter; ``""``: of the model's output.
     goes_back: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()  # Storages of the model's output, if it is kept.
-    input_grads: tuple[int, ...] = ()  # Storages of the gradients of what a stage of a pipeline received.
+    input_grads: tuple[int, ...] = ()  # Storages of the gradients of the tensors that a pipeline stage received.
 
     @property
     def kept_bytes(self) -> int:
