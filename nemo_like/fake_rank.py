@@ -34,7 +34,7 @@ from nemo_like.distributed.update_in_backward import optimizer_in_backward
 from nemo_like.fake.model_copy import copy_on_meta
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
-from nemo_like.job import Job
+from nemo_like.job import Job, as_code
 from nemo_like.layers import find_layers
 from nemo_like.models import source_of
 from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
@@ -119,7 +119,7 @@ def dry_run(
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
         NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading
-            (``cpu_offload`` of a GPU, too), a step with an optimizer that torch does not bring.
+            (FSDP2 with the state of a GPU in CPU memory, too), a step with an optimizer that torch does not bring.
 
     >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
     >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
@@ -353,7 +353,7 @@ def refuse_dry_run(job: Job) -> None:
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
         # What is in CPU memory would count as the GPU's: both are the CPU's fake tensors.
-        "FSDP2.cpu_offload": job.fsdp is not None and job.fsdp.cpu_offload and device_of(job).kind != "cpu",
+        f"strategy={as_code(job.strategy)}": job.fsdp is not None and job.fsdp.moves_state(device_of(job).kind),
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
     }
     for name, is_there in refused.items():

@@ -29,6 +29,8 @@ def _flags(cls: type, prefix: str = "") -> Iterator[Flag]:
 
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in _flags(Job)}
+# Names of those that may move tensors to CPU memory.
+MOVES = tuple(flag.name for flag in FLAGS.values() if flag.moves)
 
 
 def flags_on(command: str) -> tuple[str, ...]:

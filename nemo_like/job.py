@@ -41,7 +41,7 @@ from nemo_like.options import (
 )
 from nemo_like.options.flag import flagged
 from nemo_like.options.memory import AllocatorConfig, allocator_here
-from nemo_like.options.parallel import undivided, undivided_shards
+from nemo_like.options.parallel import undivided
 
 if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs no torch
     import torch
@@ -116,7 +116,7 @@ class Job:
     `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
     ac_scope: str | tuple[str, ...] = flagged(
         "all",
-        "",
+        "pretrain",
         "model",
         name="scope",
         values="all | language | vision | audio, several with commas",
@@ -160,7 +160,7 @@ class Job:
     `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
     compile: str | None = flagged(
         None,
-        "plan",
+        "plan pretrain",
         "training",
         default="none",
         choices=("none", *COMPILE_BACKENDS),
@@ -170,10 +170,11 @@ class Job:
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = flagged(
         OffloadConfig("none"),
-        "plan pins",
+        "plan pins pretrain",
         "memory",
         default="none",
         choices=("none", "boundary", "saved", "all"),
+        moves=True,
         read=OffloadConfig.of,
         write=lambda offload: offload.mode,
     )
@@ -272,6 +273,11 @@ class Job:
         return self.strategy if isinstance(self.strategy, FSDP2) and not self.is_single else None
 
     @property
+    def offloads_state(self) -> bool:
+        """Whether parameter shards, gradients and optimizer state are in CPU memory."""
+        return isinstance(self.strategy, FSDP2) and self.strategy.cpu_offload
+
+    @property
     def ddp(self) -> DDP | None:
         """The options of `DistributedDataParallel`; None where it is not used."""
         return self.strategy if isinstance(self.strategy, DDP) and not self.is_single else None
@@ -321,9 +327,7 @@ class Job:
         A stage's layers stay gathered through the step unless the caller asked for something else.
         """
         ranks = self.ranks // self.pp.size
-        strategy = self.strategy
-        if isinstance(strategy, FSDP2) and strategy.reshard_after_forward is None:
-            strategy = replace(strategy, reshard_after_forward=False)
+        strategy = self.strategy.in_stage() if isinstance(self.strategy, FSDP2) else self.strategy
         return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if ranks == 1 else strategy)
 
     # --- as code ---------------------------------------------------------------------------------------------------
@@ -551,7 +555,7 @@ def _float8_is_whole(job: Job) -> str | None:
     matmuls = job.precision.matmuls
     if matmuls is None:
         return None
-    if matmuls == "fp8-gather" and isinstance(job.strategy, FSDP2) and job.strategy.cpu_offload:
+    if matmuls == "fp8-gather" and job.offloads_state:
         return (
             "precision is 'fp8-gather' with cpu_offload=True: shards would be cast to float8 on the host, which was not "
             "tried. Use precision='fp8'."
@@ -567,7 +571,7 @@ def _float8_is_whole(job: Job) -> str | None:
 def _budget_of_stages(job: Job) -> str | None:
     if not isinstance(job.ac, MemoryBudget) or job.pp.size == 1:
         return None
-    if isinstance(job.strategy, FSDP2) and job.strategy.cpu_offload:
+    if job.offloads_state:
         return f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
     return None
 
@@ -591,13 +595,13 @@ def _split_is_the_callers(job: Job) -> str | None:
 
 
 def _split_backward_stays_gathered(job: Job) -> str | None:
-    reshard = job.strategy.reshard_after_forward if isinstance(job.strategy, FSDP2) else None
-    stays = not reshard or job.pp.size == 1 or job.world_size == job.pp.size
+    fsdp = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
+    stays = not fsdp.in_stage().reshards("layer") or job.pp.size == 1 or job.world_size == job.pp.size
     if stays or not job.pp.facts.splits_backward:
         return None
     return (
-        f"reshard_after_forward is {reshard} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks "
-        "the parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave it "
+        f"strategy is {as_code(fsdp)} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks the "
+        "parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave the option "
         "out, or use 'interleaved_1f1b'."
     )
 
@@ -607,7 +611,7 @@ def _resharding_divides_the_shards(job: Job) -> str | None:
         return None
     if job.world_size == job.pp.size > 1:
         return None  # a stage on one rank: nothing is sharded
-    return undivided_shards(job.strategy.reshard_after_forward, job.shard_ranks)
+    return job.strategy.undivided(job.shard_ranks)
 
 
 def _update_in_backward_is_whole(job: Job) -> str | None:
@@ -618,7 +622,7 @@ def _update_in_backward_is_whole(job: Job) -> str | None:
         (f"cp={job.cp.size}", job.cp.size > 1, "it was not tried with parts of sequences"),
         (f"ep={job.ep.size}", job.ep.size > 1, "it was not tried with experts that are split"),
         ("strategy='ddp'", isinstance(job.strategy, DDP), "gradients are summed over the ranks behind the hooks"),
-        ("cpu_offload=True", getattr(job.strategy, "cpu_offload", False), "backward would wait for steps on the host"),
+        ("cpu_offload=True", job.offloads_state, "backward would wait for steps on the host"),
     ]
     for what, is_asked, reason in reasons:
         if is_asked:

@@ -401,7 +401,7 @@ def _check(
         experts = check_experts(model, ranks, job.ep)
     whole = [each.fqn for each in experts]
     if ranks is not None and job.fsdp is not None and job.tp.size > 1:
-        check_packed_weights(model, ranks, job.tp.plan, whole, job.fsdp.reshard_after_forward)
+        check_packed_weights(model, ranks, job.tp.plan, whole, job.fsdp)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, layers, call_of(model))
     if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from what was tried
@@ -557,7 +557,7 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
             "models. Use that, or leave that part whole."
         )
     if isinstance(job.strategy, FSDP2):
-        check_reshard(job.strategy.reshard_after_forward, 1)
+        check_reshard(job.strategy, 1)
     check_autocast(model, job.param_dtype)
     if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(

@@ -14,7 +14,7 @@ from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
-from nemo_like.flags import FLAGS, add_flags, add_pins, flags_on, job_of
+from nemo_like.flags import FLAGS, MOVES, add_flags, add_pins, flags_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ def run(args: argparse.Namespace) -> int:
         _calibrate()
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_PINS, "dp_shard", "micro_batch", "ac")}
     pins["schedule"] = pins.pop("pp_schedule")
-    if pins["reshard_after_forward"] is not None:  # its words are of the command line
-        pins["reshard_after_forward"] = list(map(FLAGS["reshard_after_forward"].read, pins["reshard_after_forward"]))
+    for name in flags_of("strategy"):  # some of their words are of the command line
+        if isinstance(pins.get(name), list):
+            pins[name] = [FLAGS[name].read(word) for word in pins[name]]
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:
@@ -210,8 +211,8 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--as prints arguments, and --json - prints JSON alone. Give --json a file.")
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
-    if args.cpu_offload is False and args.offload is not None and {*map(normalise, args.offload)} == {"none"}:
-        refuse_unread(args, ["host_memory"], "--offload none and --no-cpu-offload leave CPU memory alone.")
+    if all(getattr(args, name) in (FLAGS[name].default, [FLAGS[name].default]) for name in MOVES):
+        refuse_unread(args, ["host_memory"], "with these flags nothing goes to CPU memory.")
 
 
 def _calibrate() -> None:

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         from nemo_like.fake_rank import refuse_dry_run
 
         refuse_dry_run(job)
-    if job.fsdp is not None and job.fsdp.cpu_offload:
+    if job.offloads_state:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
     limit = parse_bytes(args.memory, "--memory") if args.memory else None

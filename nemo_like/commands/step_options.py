@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread, whole_or
 from nemo_like.commands import LORA, VOCAB_SIZE
-from nemo_like.flags import FLAGS, add_flags, flags_of, flags_on, job_of
+from nemo_like.flags import FLAGS, MOVES, add_flags, flags_of, flags_on, job_of
 from nemo_like.options import FLOAT8, parse_dtype
 
 if TYPE_CHECKING:  # the options are needed without torch and the planner
@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
     from nemo_like.planning.report import Step
 
 JOB_FLAGS = flags_on("plan")
-# Flags that no plan of a pipeline's stages knows.
-_NOT_IN_STAGES = ("host", "sync", "drop_output", "cpu_offload")
 
 
 def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -76,8 +74,9 @@ def check_step_options(args: argparse.Namespace) -> None:
             refuse_unread(args, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too.")
     if args.cp == 1:
         refuse_unread(args, flags_of("cp"), "without --cp above 1 every rank has whole sequences.")
-    if not (args.host or args.cpu_offload) and args.offload == "none":
-        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
+    if not any(getattr(args, name) != FLAGS[name].default for name in MOVES):
+        words = " or ".join(FLAGS[name].word for name in MOVES)
+        refuse_unread(args, ["host_memory"], f"that takes {words}.")
     if args.input_shape:
         refuse_unread(
             args,
@@ -94,9 +93,9 @@ def asked_job(args: argparse.Namespace) -> Job:
     """
     flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
     if args.pp > 1:
-        for name in _NOT_IN_STAGES:
-            if flags[name] != FLAGS[name].default:
-                raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
+        for name, flag in FLAGS.items():
+            if not flag.stages and flags[name] != flag.default:
+                raise ValueError(f"{flag.word} with --pp is not planned. Leave one of the two out.")
     stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
     if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored and flags["reduce_dtype"] is None:
         flags["precision"] = None  # a dtype that the parameters have anyway is not a cast

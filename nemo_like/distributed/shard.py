@@ -25,7 +25,6 @@ from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.distributed.weights.replaced import refuse_to_train
 from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
-from nemo_like.options.parallel import undivided_shards
 from nemo_like.torch_compat import cast_as_weight, explain_sharded_weights
 
 
@@ -78,14 +77,14 @@ def shard_layers(
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = dataclasses.replace(policy, output_dtype=None)
     last_layer = plan.layers[-1] if plan.layers else None
-    placement = _placement(dp_mesh, options.reshard_after_forward)
+    placement = _placement(dp_mesh, options)
     held: list[nn.Module] = []
     for unit in plan.units:
         mine = set(unit.params)
         unit_policy = policy if unit.kind == "root" else inner_policy
         if any(param.is_complex() for param in mine):  # a cast would drop the imaginary part (Fourier operators)
             unit_policy = dataclasses.replace(unit_policy, param_dtype=None, reduce_dtype=None)
-        reshard = _reshard(unit, last_layer, options.reshard_after_forward)
+        reshard = options.reshards(unit.kind, is_last=unit is last_layer)
         if not reshard:
             held.append(unit.modules[0])
         shard_unit(
@@ -185,10 +184,10 @@ def shard_unit(
 _OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 
-def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:
+def _placement(dp_mesh: DeviceMesh, options: FSDP2) -> Callable[[nn.Parameter], Shard | None] | None:
     """FSDP2's ``shard_placement_fn``; None where it would be dim 0 for all."""
     ranks = dp_mesh.size(dp_mesh.ndim - 1)
-    if ranks == 1 or not isinstance(reshard, bool | None):
+    if ranks == 1 or options.ranks_between:
         return None  # after forward, torch cuts for fewer ranks on dim 0 alone
 
     def placement_for(param: nn.Parameter) -> Shard | None:
@@ -212,7 +211,7 @@ def check_sharding(
     validate_mesh(mesh)
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
-    check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
+    check_reshard(options, dp_mesh.size(dp_mesh.ndim - 1))
     return plan_units(
         model,
         layers,
@@ -224,22 +223,10 @@ def check_sharding(
     )
 
 
-def check_reshard(value: bool | int | None, shard_size: int) -> None:
-    """Raise ValueError where `value`, a number of ranks, does not divide `shard_size` of them."""
-    if (problem := undivided_shards(value, shard_size)) is not None:
+def check_reshard(options: FSDP2, ranks: int) -> None:
+    """Raise ValueError where a number of ranks to reshard over does not divide `ranks`."""
+    if (problem := options.undivided(ranks)) is not None:
         raise ValueError(problem)
-
-
-def _reshard(unit: Unit, last_layer: Unit | None, asked: bool | int | None) -> bool | int:
-    if unit.kind == "dtype":
-        return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
-    if isinstance(asked, bool):
-        return asked
-    if unit.kind == "embedding":
-        return True
-    if unit.kind != "layer" or unit is last_layer:
-        return False
-    return True if asked is None else asked
 
 
 def chain_prefetch(model: nn.Module, plan: UnitPlan, options: FSDP2 | None, inside: Sequence[nn.Module] = ()) -> None:

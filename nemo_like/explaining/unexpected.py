@@ -151,7 +151,7 @@ def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
         "made while saving",
         gone_from,
         "state_dict() has made it, for a checkpoint, and it is still there",
-        "StateDictOptions(full_state_dict=True, cpu_offload=True)",
+        "nemo_like.distributed.get_model_state(model, full=True), which gathers into CPU memory",
     )
 
 

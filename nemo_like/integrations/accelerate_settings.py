@@ -7,6 +7,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_like.options import FSDP2
+
 
 @dataclass(frozen=True)
 class AccelerateSettings:
@@ -19,9 +21,7 @@ class AccelerateSettings:
     by_regions: bool = False
     # ``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under.
     precision: str | None = None
-    shards: bool = False  # It shards the model by FSDP2.
-    reshards: bool | int = True  # FSDP2's ``reshard_after_forward``.
-    offloads_params: bool = False  # FSDP2's parameters wait in CPU memory.
+    shards: FSDP2 | None = None  # The options with which it shards the model by FSDP2; None: it does not.
     other_sharding: str = ""  # Name of another way to shard: DeepSpeed, FSDP1, Megatron-LM.
 
 
@@ -38,7 +38,10 @@ def accelerate_settings() -> AccelerateSettings:
     backend = str(getattr(dynamo.backend, "value", dynamo.backend)).lower()
     plugin: Any = getattr(state, "fsdp_plugin", None)
     kind = str(getattr(state.distributed_type, "value", ""))
-    shards = plugin is not None and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    shards = None
+    if plugin is not None and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2:
+        offloads = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+        shards = FSDP2(reshard_after_forward=plugin.reshard_after_forward, cpu_offload=offloads)
     others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "" if shards else "FSDP1"}
     return AccelerateSettings(
         # Read only where FSDP runs: elsewhere accelerate makes no use of it.
@@ -47,7 +50,5 @@ def accelerate_settings() -> AccelerateSettings:
         by_regions=bool(getattr(dynamo, "use_regional_compilation", False)),
         precision=state.mixed_precision if state.mixed_precision in ("bf16", "fp16") else None,
         shards=shards,
-        reshards=plugin.reshard_after_forward if shards else True,
-        offloads_params=shards and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
         other_sharding=others.get(kind, ""),
     )

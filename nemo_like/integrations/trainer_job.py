@@ -13,7 +13,7 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import copy_to_keep, random_numbers_put_back
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
-from nemo_like.options import DDP, FSDP2, ContextParallel, MemoryBudget, Precision, Single, StepSpec
+from nemo_like.options import DDP, ContextParallel, MemoryBudget, Precision, Single, StepSpec
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import Device, device_of, step_limit
 from nemo_like.planning.predict import predict
@@ -60,7 +60,7 @@ def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
     if told.other_sharding:
         raise NotImplementedError(f"{told.other_sharding} shards this job, and a plan knows FSDP2 alone.")
     if told.shards:
-        return FSDP2(reshard_after_forward=told.reshards, cpu_offload=told.offloads_params)
+        return told.shards
     if cp > 1:
         raise NotImplementedError(
             f"cp={cp} without FSDP2 leaves whole weights on each GPU, of which no plan is made. Shard by accelerate's FSDP2 "

@@ -20,7 +20,8 @@ def same(value: Any) -> Any:
 class Flag:
     """A flag of a job. Its help is the first sentence of its field's documentation."""
 
-    on: str  # The commands that take it: ``plan``, ``fit``, and ``pins`` for those that constrain a search of ``fit``.
+    # The commands that take it: ``plan``, ``fit``, ``pretrain``, ``finetune``; ``pins``: ``fit``, as a constraint.
+    on: str
     group: str = "parallelism"  # The group of options, in the help, that it belongs to.
     # As a Python name; on the command line ``--name`` with ``_`` written as ``-``. Default: the field's.
     name: str = ""
@@ -29,6 +30,10 @@ class Flag:
     choices: Sequence[str] = ()  # The values that it may have; empty: any.
     least: float | None = None  # The smallest number that it may be.
     values: str = ""  # Values that it may have, for its help; default: its choices.
+    stages: bool = True  # Plans of the stages of a pipeline have it.
+    moves: bool = False  # With another value than its default, tensors go to CPU memory.
+    searched: tuple[Any, ...] = ()  # Values that `fit` tries, where none is given; the first is the usual one.
+    column: str = ""  # Heading of its column in the table of `fit`; default: its name.
     note: str = ""  # Its help where it means the opposite of its field.
     read: Callable[[Any], Any] = same  # Makes the field's value of the flag's.
     write: Callable[[Any], Any] = same  # Makes the flag's value of the field's.

@@ -24,11 +24,11 @@ class PlanSearch:
         ValueError, TypeError: a wrong value.
     """
 
-    host: bool = flagged(False, group="memory", kind=bool)
+    host: bool = flagged(False, group="memory", kind=bool, stages=False, moves=True)
     """Also consider keeping outputs in CPU memory, over the device's link. Time of the copies that computing does not
     hide counts."""
     host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
-    """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
+    """CPU memory of one rank, for saved outputs, `offload` and the state of FSDP2. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
 
     def __post_init__(self) -> None:

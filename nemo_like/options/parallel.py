@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
@@ -58,8 +58,10 @@ class FSDP2:
 
     reshard_after_forward: bool | int | None = flagged(
         None,
-        "plan pins",
+        "plan pins pretrain finetune",
         default="default",
+        searched=(None, False),
+        column="reshard",
         values="default | yes | no | ranks",
         read=read_reshard,
         write=reshard_word,
@@ -71,7 +73,9 @@ class FSDP2:
     """Number of following units that each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
     backward_prefetch: int = 1
     """The same for backward."""
-    cpu_offload: bool = flagged(False, "plan pins", "memory", kind=bool)
+    cpu_offload: bool = flagged(
+        False, "plan pins pretrain", "memory", kind=bool, stages=False, moves=True, searched=(False, True)
+    )
     """Keep parameter shards, gradients and optimizer state in CPU memory."""
     frozen_sharding: str = "root"
     """Frozen layers of a vision or audio encoder that a rank without such an input skips (with `shard_layers` and layers
@@ -102,6 +106,56 @@ class FSDP2:
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}.")
 
+    def reshards(self, kind: str, *, is_last: bool = False) -> bool | int:
+        """Return ``reshard_after_forward`` of torch's `fully_shard` for a unit.
+
+        Args:
+            kind: ``layer``, ``embedding``, ``tail``, ``root``, ``dtype`` (`nemo_like.distributed.units`) or ``experts``.
+            is_last: it is the last layer, which backward needs at once.
+        """
+        value = self.reshard_after_forward
+        if kind == "dtype":
+            return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
+        if isinstance(value, bool):
+            return value
+        if kind == "layer" and not is_last:
+            return True if value is None else value
+        return kind in ("embedding", "experts")
+
+    @property
+    def ranks_between(self) -> int:
+        """Ranks that layers are sharded over between forward and backward, where these are fewer than all; else 0."""
+        value = self.reshard_after_forward
+        return 0 if isinstance(value, bool | None) else value
+
+    def in_stage(self) -> FSDP2:
+        """Return the options in a stage of a pipeline, whose layers by default stay gathered for a whole step."""
+        return replace(self, reshard_after_forward=False) if self.reshard_after_forward is None else self
+
+    def moves_state(self, device: str) -> bool:
+        """Return whether shards, gradients and optimizer state are in memory that this kind of device does not share."""
+        return self.cpu_offload and device != "cpu"
+
+    def lighter(self, device: str) -> Iterator[FSDP2]:
+        """Yield these options with one change that lowers the bytes that a rank needs on this kind of device."""
+        if self.reshard_after_forward is False:
+            yield replace(self, reshard_after_forward=None)
+        if max(self.forward_prefetch, self.backward_prefetch) > 1:
+            yield replace(self, forward_prefetch=1, backward_prefetch=1)
+        if not self.cpu_offload and device != "cpu":
+            yield replace(self, cpu_offload=True)
+
+    def undivided(self, ranks: int) -> str | None:
+        """Return the message on a number of ranks to reshard over that does not divide `ranks`; None where it does."""
+        between = self.ranks_between
+        if not between or (between < ranks and ranks % between == 0):
+            return None
+        divisors = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
+        return (
+            f"reshard_after_forward is {between}; as a number of ranks it must divide the shard axis of {ranks} ranks "
+            f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
+        )
+
 
 def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
     """Return the message on axes whose product does not divide `ranks`, which it calls `of_ranks`; None where it does.
@@ -118,17 +172,6 @@ def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None
     (name,) = sizes
     *fewer, most = (f"{name}={size}" for size in range(1, ranks + 1) if ranks % size == 0)
     return f"{name}={used} does not divide {of_ranks}. Use {', '.join(fewer)}{' or ' if fewer else ''}{most}."
-
-
-def undivided_shards(reshard: bool | int | None, ranks: int) -> str | None:
-    """Return the message on a number for ``reshard_after_forward`` that does not divide `ranks`; None where it does."""
-    if isinstance(reshard, bool | None) or (1 < reshard < ranks and ranks % reshard == 0):
-        return None
-    divisors = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
-    return (
-        f"reshard_after_forward is {reshard}; as a number of ranks it must divide the shard axis of {ranks} ranks "
-        f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
-    )
 
 
 @dataclass(frozen=True)
@@ -243,7 +286,7 @@ class ContextParallel(Axis):
 
     size: int = flagged(1, "plan pins", name="cp", kind=int, least=1)
     """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
-    method: str = flagged("all_gather", "plan pins", name="cp_method", choices=CONTEXT_METHODS)
+    method: str = flagged("all_gather", "plan pins pretrain", name="cp_method", choices=CONTEXT_METHODS)
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
     any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
     heads, and those of keys. ``ring``: keys and values go from rank to rank, and no rank has those of the whole
@@ -281,7 +324,7 @@ class ExpertParallel(Axis):
     ExpertParallel(size=4, plan=None, imbalance=None)
     """
 
-    size: int = flagged(1, "plan pins", name="ep", kind=int, least=1)
+    size: int = flagged(1, "plan pins pretrain", name="ep", kind=int, least=1)
     """Ranks that share a layer's experts; must divide ``dp_shard x cp x tp`` and the number of experts."""
     plan: Mapping[str, str] | None = None
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:

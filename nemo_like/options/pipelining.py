@@ -184,7 +184,7 @@ class PipelineParallel(Axis):
     ``zbv`` | ``dualpipev``: torch's."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
-    stages_per_rank: int | None = flagged(None, "plan pins", kind=int, least=1)
+    stages_per_rank: int | None = flagged(None, "plan pins pretrain", kind=int, least=1)
     """Stages on one rank. None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
     balance: str | tuple[int, ...] = flagged("time", values="time | memory | counts such as 8,8,7,7", read=read_balance)
     """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;

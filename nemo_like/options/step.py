@@ -144,7 +144,7 @@ class StepSpec:
 
     microbatches: int = flagged(1, "plan pins", "training", name="grad_accum", kind=int, least=1)
     """Micro-batches of a step, forward and backward each. Gradients are there from the first one on."""
-    sync: str = flagged("every", "plan pins", "training", choices=SYNC)
+    sync: str = flagged("every", "plan pins", "training", choices=SYNC, stages=False)
     """Micro-batches that reduce gradients over the ranks. ``every`` one (as in a plain loop), or the ``last``
     (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till
     then."""
@@ -155,6 +155,7 @@ class StepSpec:
         name="drop_output",
         default=False,
         kind=bool,
+        stages=False,
         note="The loop drops the model's output before backward.",
         read=operator.not_,
         write=operator.not_,

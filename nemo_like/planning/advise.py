@@ -40,12 +40,11 @@ def changes(job: Job) -> Iterator[Change]:
     if (lighter := OPTIMIZER_OBJECTS[step.optimizer].lighter) is not None:
         yield Change(f"optimizer={lighter!r}", job.change(step=replace(step, optimizer=lighter)))
     if fsdp is not None:
-        if fsdp.reshard_after_forward is False:
-            yield _change(job, job.change(strategy=replace(fsdp, reshard_after_forward=None)))
-        if max(fsdp.forward_prefetch, fsdp.backward_prefetch) > 1:
-            yield _change(job, job.change(strategy=replace(fsdp, forward_prefetch=1, backward_prefetch=1)))
-        if not fsdp.cpu_offload and device_of(job).kind != "cpu" and device_of(job).host_bandwidth and job.pp.size == 1:
-            yield _change(job, job.change(strategy=replace(fsdp, cpu_offload=True)))
+        device = device_of(job)
+        for options in fsdp.lighter(device.kind):
+            moves = options.moves_state(device.kind) and not fsdp.moves_state(device.kind)
+            if not moves or (device.host_bandwidth and job.pp.size == 1):
+                yield _change(job, job.change(strategy=options))
     if not job.allocator.expandable_segments and device_of(job).cuda is not None:
         growing = replace(job.allocator, expandable_segments=True)
         yield Change("PYTORCH_ALLOC_CONF=expandable_segments:True", job.change(allocator=growing))

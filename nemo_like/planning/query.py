@@ -236,8 +236,7 @@ class Stage:
                 gloo=self.device.kind == "cpu",
                 alone=alone,
                 replicas=job.dp_replicate,
-                # A CPU's CPU memory is its own.
-                host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
+                host=job.fsdp is not None and job.fsdp.moves_state(self.device.kind),
             )
         return known[key]
 

@@ -96,7 +96,7 @@ class Sharding:
     # This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on
     # the device.
     trained: tuple[TrainedParameter, ...] = ()
-    # Shares that are in CPU memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state.
+    # Shares that are in CPU memory, with their gradients and optimizer state.
     trained_on_host: tuple[TrainedParameter, ...] = ()
 
     replicas: int = 1  # Number of ranks with the same shards, over which FSDP2 sums their gradients.
@@ -258,9 +258,8 @@ def sharding_of(
     """
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
-    dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
+    dtypes, between = precision.dtypes, fsdp.ranks_between  # torch cuts on dim 0 only to reshard between
     known: dict[Any, UnitBytes] = {}
-    between = 0 if isinstance(after_forward, bool | None) else after_forward  # torch cuts on dim 0 only then
 
     def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
         """Return the dim that FSDP2 cuts `param` on, in a unit of this kind."""
@@ -282,21 +281,16 @@ def sharding_of(
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
-        kept = 0
-        if source.kind == "layer" and source is not last:
-            reshard, kept = True if after_forward is None else bool(after_forward), between
-        elif isinstance(after_forward, bool) and source.kind != "dtype":
-            reshard = after_forward
-        else:
-            reshard = source.kind == "embedding"
-        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, reshard, source.stack, kept)
+        reshard = fsdp.reshards(source.kind, is_last=source is last)
+        kept = between if source.kind == "layer" and source is not last else 0
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
         elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
-    reshard = after_forward if isinstance(after_forward, bool) else True
+    reshard = bool(fsdp.reshards("experts"))
     inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
     of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
     trains = tuple(map(of_trained.__getitem__, forms.trains))

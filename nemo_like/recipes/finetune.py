@@ -23,9 +23,11 @@ from nemo_like._util.json_file import replace_folder
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.option_fields import parse_options
 from nemo_like.distributed import launch
+from nemo_like.flags import FLAGS, flags_of, flags_on
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch
 from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingMixin
+from nemo_like.options import FSDP2
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.fit import fit
@@ -134,10 +136,8 @@ def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> 
     values = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
     values["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
     if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP
-        values |= {
-            "fsdp": True,
-            "fsdp_config": {"version": 2, "reshard_after_forward": options.reshard_after_forward},
-        }
+        config = {name: FLAGS[name].read(getattr(options, name)) for name in flags_on("finetune")}
+        values |= {"fsdp": True, "fsdp_config": {"version": 2} | {k: v for k, v in config.items() if v is not None}}
     return TrainerArguments(
         **values,
         per_device_eval_batch_size=options.batch_size,
@@ -216,6 +216,8 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
     """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
     (model, job), ranks = trainer.planned_job(), launch.world_size()
+    fsdp = job.fsdp or FSDP2()
+    pins: dict[str, Any] = {name: [getattr(fsdp, name)] for name in flags_of("strategy") if name in flags_on("pins")}
     report = fit(
         model,
         gpus=ranks,
@@ -225,8 +227,6 @@ def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, An
         cp=options.cp,
         ep=1,
         pp=1,
-        cpu_offload=False,
-        reshard_after_forward=options.reshard_after_forward,
         precision=job.precision,
         step=job.step,
         optimizer=job.step.optimizer,
@@ -237,6 +237,7 @@ def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, An
         global_batch=options.batch_size * options.grad_accum * ranks // options.cp,
         sample=lambda rows: call_of_model(trainer, largest_batch(trainer, rows)),
         count=1,
+        **pins,
     )
     if not report.candidates:
         raise ValueError(f"--fit: {report.problem}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from nemo_like._util.console import check_new_folder, check_writable, flag, tokens
-from nemo_like._util.option_fields import Need, Options, option
+from nemo_like._util.option_fields import AnyOptions, Need, Options, option
 from nemo_like._util.words import check_dtype_word
-from nemo_like.flags import FLAGS, job_of
+from nemo_like.flags import FLAGS, flags_on, job_of
 from nemo_like.options import ADAMW, FLOAT8, SCHEDULES, MemoryBudget, parse_ac, parse_bytes
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
@@ -23,20 +24,36 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
 WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
-WITH_FSDP2 = Need("--strategy fsdp2", lambda options: options.strategy == "fsdp2")
-WITH_PP = Need("--pp above 1", lambda options: options.pp > 1)
+# By the part of a job: the option without which nothing reads the options of that part.
+NEEDS = {
+    "strategy": Need("--strategy fsdp2", lambda options: getattr(options, "strategy", "fsdp2") == "fsdp2"),
+    "cp": Need("--cp above 1", lambda options: options.cp > 1),
+    "pp": Need("--pp above 1", lambda options: options.pp > 1),
+}
 
 
 def job_option(name: str, default: object = None, **more: Any) -> Any:
     """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `more`: other than there."""
     known = FLAGS[name]
-    value = known.default if default is None else default
+    part, _, inside = known.field.partition(".")
+    facts = {"choices": known.choices, "group": known.group, "least": known.least}
+    needs = None if inside in ("", "size") else NEEDS.get(part)
     return option(
-        value,
-        known.help,
-        known.kind,
-        **{"choices": known.choices, "group": known.group, "least": known.least} | more,
+        known.default if default is None else default, known.help, known.kind, **facts | {"needs": needs} | more
     )
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, job_option))
+def options_of(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
+    """Return the decorator of a class of options that also has the flags that `command` takes (see `Flag.on`)."""
+
+    def decorate(cls: type[AnyOptions]) -> type[AnyOptions]:
+        for name in flags_on(command):
+            cls.__annotations__[name] = Any
+            setattr(cls, name, job_option(name))
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +71,7 @@ class SharedOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options_of("pretrain")
 class PretrainOptions(SharedOptions):
     """Options of pretraining."""
 
@@ -84,14 +101,9 @@ class PretrainOptions(SharedOptions):
     )
     strategy: str = job_option("strategy")
     ac: str = job_option("ac")
-    scope: str = job_option("scope")
     loss: str = job_option("loss")
-    compile: str = job_option("compile")
     precision: str = job_option("precision")
-    offload: str = job_option("offload")
     optimizer: str = job_option("optimizer", choices=ADAMW)
-    cpu_offload: bool = job_option("cpu_offload", needs=WITH_FSDP2)
-    reshard_after_forward: str = job_option("reshard_after_forward", needs=WITH_FSDP2)
     dp_replicate: int = job_option("dp_replicate")
     tp: int = job_option("tp")
     sequence_parallel: bool | None = option(
@@ -103,11 +115,8 @@ class PretrainOptions(SharedOptions):
         action=argparse.BooleanOptionalAction,
     )
     cp: int = job_option("cp")
-    cp_method: str = job_option("cp_method", needs=Need("--cp above 1", lambda options: options.cp > 1))
-    ep: int = job_option("ep")
     pp: int = job_option("pp")
-    pp_schedule: str = job_option("pp_schedule", choices=SCHEDULES, needs=WITH_PP)
-    stages_per_rank: int | None = job_option("stages_per_rank", needs=WITH_PP)
+    pp_schedule: str = job_option("pp_schedule", choices=SCHEDULES)
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
     global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")
@@ -198,7 +207,10 @@ class PretrainOptions(SharedOptions):
             check_new_folder("--export", self.export)
 
     def _check_pipeline(self) -> None:
-        for name, off in (("init", "host"), ("cpu_offload", False)):
+        usual = {"init": "host"} | {
+            name: FLAGS[name].default for name in flags_on("pretrain") if not FLAGS[name].stages
+        }
+        for name, off in usual.items():
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r} with --pp {self.pp}, which it cannot be yet."
@@ -273,7 +285,7 @@ class PretrainOptions(SharedOptions):
 _ADAPTERS = Need("--lora", lambda options: options.lora or options.qlora)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options_of("finetune")
 class FinetuneOptions(SharedOptions):
     """Options of fine-tuning."""
 
@@ -320,12 +332,6 @@ class FinetuneOptions(SharedOptions):
         "run forward and backward of the largest batch before the first step (default: on a GPU)",
         action=argparse.BooleanOptionalAction,
         trainer="check_memory",
-    )
-    reshard_after_forward: bool = option(
-        True,
-        "FSDP2 frees gathered layers after forward",
-        action=argparse.BooleanOptionalAction,
-        group="parallelism",
     )
     precision: str = option(
         "bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"), group="training"

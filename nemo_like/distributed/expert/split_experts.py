@@ -267,14 +267,13 @@ def shard_experts(
     options = FSDP2() if options is None else options
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), output_dtype=None, cast_forward_inputs=False)
     shards = mesh.whole["efsdp"].size()
-    reshard = options.reshard_after_forward
     for experts in found:
         shard_unit(
             [experts.module],
             mesh.fsdp,
             options,
             policy=policy,
-            reshard=reshard if isinstance(reshard, bool) else True,
+            reshard=options.reshards("experts"),
             placement=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
             ignored_params=set(experts.shared.values()),
         )

@@ -30,6 +30,7 @@ from nemo_like.distributed.tensor.plan import (
 from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
+from nemo_like.options import FSDP2
 from nemo_like.precision import cast_of, rowwise_of
 from nemo_like.torch_compat import loss_is_parallel
 
@@ -117,14 +118,14 @@ def check_packed_weights(
     mesh: DeviceMesh,
     plan: Mapping[str, str | ParallelStyle] | None,
     whole: Collection[str],
-    reshard: bool | int | None,
+    fsdp: FSDP2,
 ) -> None:
     """Raise where `plan` packs a matrix that FSDP2 could then shard on dim 0 alone: no placement tells which rows those are.
 
     Args:
         mesh: with the axes of FSDP2 and ``tp``.
         plan, whole: as for `apply_tensor_parallel`.
-        reshard: `FSDP2.reshard_after_forward`.
+        fsdp: the options that will shard it.
 
     Raises:
         ValueError, TypeError: that, or what `apply_tensor_parallel` raises of the plan.
@@ -136,11 +137,11 @@ def check_packed_weights(
         for weight in weights:
             if weight is None or weight.dim() != 2 or ranks == 1:
                 continue
-            if weight.shape[1] % ranks or not isinstance(reshard, bool | None):
+            if weight.shape[1] % ranks or fsdp.ranks_between:
                 raise ValueError(
                     f"{rule.fqn!r}, {tuple(weight.shape)}, is packed over tp (packed_colwise), so FSDP2 must shard its "
-                    f"dim 1: {ranks} ranks must divide it, and reshard_after_forward cannot be a number. Choose others, "
-                    "or give it the style 'colwise_gather_output' in TensorParallel(plan=...)."
+                    f"dim 1: {ranks} ranks must divide it, and none of them can be left out after forward. Choose "
+                    "others, or give it the style 'colwise_gather_output' in TensorParallel(plan=...)."
                 )
 
 

@@ -5,8 +5,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
+import torch
 from torch import nn
 
 from nemo_like._util.log import quiet, say_once
@@ -15,19 +16,75 @@ from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert.split_experts import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
-from nemo_like.job import Job
+from nemo_like.job import Job, Strategy
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
+from nemo_like.options import (
+    AllocatorConfig,
+    CheckpointConfig,
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    OffloadConfig,
+    PipelineParallel,
+    PlanSearch,
+    StepSpec,
+    TensorParallel,
+)
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
-from nemo_like.planning.fit.question import FitKeywords, Question, read_question
+from nemo_like.planning.fit.question import Question, read_question
 from nemo_like.planning.fit.report import FitReport, ways_out
 from nemo_like.planning.fit.search import Ranking, Search
 from nemo_like.planning.model.traced import TraceCache, with_adapters
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.transformers_compat import text_config
+
+Number = int | Sequence[int] | None
+Word = str | Sequence[str] | None
+Switch = bool | Sequence[bool] | None
+
+
+class FitKeywords(TypedDict, total=False):
+    """Keywords of `fit`: pins (one value or several), and the fields of a `Job` that it does not choose."""
+
+    dp_replicate: Number
+    dp_shard: Number
+    tp: Number | TensorParallel
+    cp: Number | ContextParallel
+    ep: Number | ExpertParallel
+    pp: Number | PipelineParallel
+    stages_per_rank: Number
+    micro_batch: Number
+    grad_accum: Number
+    ac: Word | CheckpointConfig
+    loss: Word | ChunkedLoss
+    offload: Word | OffloadConfig
+    schedule: Word
+    cp_method: Word
+    sync: Word
+    sequence_parallel: Switch
+    loss_parallel: Switch
+    reshard_after_forward: Switch
+    cpu_offload: Switch
+    precision: Any
+    optimizer: Word
+    imbalance: float | None
+    balance: str | Sequence[int]
+    host_memory: int | str | None
+    strategy: Strategy
+    ac_scope: str | Sequence[str]
+    layers: str | nn.Module | Sequence[str | nn.Module] | None
+    compile: Any
+    step: StepSpec | None
+    planned_tokens: int | None
+    device: str | torch.device | None
+    gpu: Any
+    world_size: int | None
+    allocator: AllocatorConfig | str | None
+    search: PlanSearch | None
 
 
 def fit(

@@ -32,7 +32,7 @@ from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.fake.run import ranks_reached
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
+from nemo_like.options import FSDP2, ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
@@ -177,8 +177,7 @@ class Way:
 
     loss: str = "model"
     offload: str = "none"
-    reshard_after_forward: bool | int | None = None
-    cpu_offload: bool = False
+    fsdp: FSDP2 = FSDP2()
     sync: str = "every"
 
 
@@ -388,10 +387,10 @@ class _Columns:
         self.tokens = self.column([formula.share(layout).tokens for layout in layouts])
         self.chunked = self.row([way.loss == "chunked" for way in ways])
         self.moves = self.row([way.offload != "none" for way in ways])
-        self.there = self.row([way.cpu_offload and self.device.kind != "cpu" for way in ways])
-        stays = self.row([way.reshard_after_forward is False for way in ways])
-        default = self.row([way.reshard_after_forward is None for way in ways])
-        self.stays = stays | (default & self.staged)  # Weights stay gathered after forward.
+        self.there = self.row([way.fsdp.moves_state(self.device.kind) for way in ways])
+        stays = self.row([not way.fsdp.reshards("layer") for way in ways])
+        in_stage = self.row([not way.fsdp.in_stage().reshards("layer") for way in ways])
+        self.stays = stays | (in_stage & self.staged)  # Weights stay gathered after forward.
         self.last = self.row([way.sync == "last" for way in ways])
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
         self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)

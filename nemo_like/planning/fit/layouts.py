@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_like.flags import FLAGS
 from nemo_like.job import Job
 from nemo_like.options import (
     FSDP2,
@@ -29,6 +30,10 @@ MOST_TOKENS = 1 << 15
 MOST_PER_RANK, MOST_UNEVEN = 10, 1.1
 # Most ranks of ``cp`` and of ``pp`` that are searched, unless the caller pins more.
 MOST_CONTEXT, MOST_STAGES = 64, 32
+
+# Options of FSDP2 that are searched; the name of that which moves shards, gradients and optimizer state to CPU memory.
+SHARDING = tuple(flag for flag in FLAGS.values() if flag.owner is FSDP2 and flag.searched)
+MOVED = next(flag.name for flag in SHARDING if flag.moves)
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,14 @@ class Layout:
     ac: str = "none"  # ``none``, ``full``, ``selective``, or ``plan``: the best within the memory.
     loss: str = "model"  # ``model``, or ``chunked``.
     offload: str = "none"
-    reshard_after_forward: bool | int | None = None
-    cpu_offload: bool = False
+    fsdp: FSDP2 = FSDP2()
     sync: str = StepSpec.sync
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """Its values by the name of their pin."""
+        own = {name: value for name, value in vars(self).items() if name != "fsdp"}
+        return own | {flag.name: getattr(self.fsdp, flag.name) for flag in SHARDING}
 
     @property
     def gpus(self) -> int:
@@ -78,9 +88,9 @@ class Layout:
     @property
     def options(self) -> int:
         """Number of options that are not at their defaults, batch and data parallelism apart."""
-        plain = Layout(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+        plain = Layout(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard).words
         free = {"micro_batch", "grad_accum", "schedule", "cp_method", "ac"}
-        return sum(value != getattr(plain, name) for name, value in vars(self).items() if name not in free)
+        return sum(value != plain[name] for name, value in self.words.items() if name not in free)
 
     def way(self, **words: Any) -> Layout:
         """Return the layout with other words; made again since `dataclasses.replace` is slow where thousands are made."""
@@ -127,7 +137,7 @@ def job_of(asked: Job, layout: Layout, limit: Callable[[Job], int], given: Job |
         ac=parse_ac("none" if layout.ac == "plan" else layout.ac),
         loss=None if layout.loss == "model" else given.loss or ChunkedLoss(),
         offload=replace(given.offload, mode=layout.offload),
-        strategy=replace(sharding, reshard_after_forward=layout.reshard_after_forward, cpu_offload=layout.cpu_offload),
+        strategy=replace(sharding, **{flag.name: getattr(layout.fsdp, flag.name) for flag in SHARDING}),
     )
     return replace(job, ac=MemoryBudget(peak_bytes=limit(job))) if layout.ac == "plan" else job
 

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
-from typing import Any, TypedDict
-
-import torch
-from torch import nn
+from typing import Any
 
 from nemo_like._util.words import check_whole
-from nemo_like.job import KEYWORDS, Job, Strategy
+from nemo_like.job import KEYWORDS, Job
 from nemo_like.options import (
     CONTEXT_METHODS,
     FSDP2,
     LOSSES,
     SCHEDULES,
-    AllocatorConfig,
     CheckpointConfig,
-    ChunkedLoss,
-    ContextParallel,
-    ExpertParallel,
     MemoryBudget,
     OffloadConfig,
     PipelineParallel,
-    PlanSearch,
     StepSpec,
-    TensorParallel,
     did_you_mean,
     normalise,
     parse_ac,
 )
+from nemo_like.options.flag import Flag
 from nemo_like.options.parallel import check_imbalance, undivided
 from nemo_like.options.step import SYNC
 from nemo_like.planning.devices import Device, device_of
+from nemo_like.planning.fit.layouts import MOVED, SHARDING
 from nemo_like.planning.predictions.reserved import default_limit
 
 MODES = ("none", "full", "selective", "plan")
@@ -50,52 +43,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cp_method": CONTEXT_METHODS,
     "sync": SYNC,
 }
-_FLAGS = ("reshard_after_forward", "cpu_offload", "sequence_parallel", "loss_parallel")
-PINS = (*AXES, *_WORDS, *_FLAGS)
-
-Number = int | Sequence[int] | None
-Word = str | Sequence[str] | None
-Switch = bool | Sequence[bool] | None
-
-
-class FitKeywords(TypedDict, total=False):
-    """Keywords of `fit`: pins (one value or several), and the fields of a `Job` that it does not choose."""
-
-    dp_replicate: Number
-    dp_shard: Number
-    tp: Number | TensorParallel
-    cp: Number | ContextParallel
-    ep: Number | ExpertParallel
-    pp: Number | PipelineParallel
-    stages_per_rank: Number
-    micro_batch: Number
-    grad_accum: Number
-    ac: Word | CheckpointConfig
-    loss: Word | ChunkedLoss
-    offload: Word | OffloadConfig
-    schedule: Word
-    cp_method: Word
-    sync: Word
-    sequence_parallel: Switch
-    loss_parallel: Switch
-    reshard_after_forward: Switch
-    cpu_offload: Switch
-    precision: Any
-    optimizer: Word
-    imbalance: float | None
-    balance: str | Sequence[int]
-    host_memory: int | str | None
-    strategy: Strategy
-    ac_scope: str | Sequence[str]
-    layers: str | nn.Module | Sequence[str | nn.Module] | None
-    compile: Any
-    step: StepSpec | None
-    planned_tokens: int | None
-    device: str | torch.device | None
-    gpu: Any
-    world_size: int | None
-    allocator: AllocatorConfig | str | None
-    search: PlanSearch | None
+_SWITCHES = ("sequence_parallel", "loss_parallel")
+_OF_FSDP2 = tuple(flag.name for flag in SHARDING)
+PINS = (*AXES, *_WORDS, *_OF_FSDP2, *_SWITCHES)
 
 
 @dataclass(frozen=True)
@@ -128,11 +78,11 @@ class Question:
         if (imbalance := self.job.ep.imbalance) is not None:
             check_imbalance("imbalance", imbalance, max(self.pins["ep"]) if "ep" in self.pins else None)
         self._check_sizes()
-        if True in self.pins.get("cpu_offload", ()):
-            self.device.check_host_rates("cpu_offload")
+        if True in self.pins.get(MOVED, ()):
+            self.device.check_host_rates(MOVED)
             if self.gpus == 1:
                 raise ValueError(
-                    "cpu_offload is FSDP2's, gpus is 1, and one rank keeps the model whole. Use more GPUs, or leave it out."
+                    f"{MOVED} is FSDP2's, gpus is 1, and one rank keeps the model whole. Use more GPUs, or leave it out."
                 )
 
     @cached_property
@@ -151,19 +101,24 @@ class Question:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of CPU memory that one rank has, for ``offload`` and ``cpu_offload``."""
+        """Bytes of CPU memory that one rank has."""
         return int(self.job.search.host_memory)
 
     @property
-    def host_state(self) -> tuple[bool, ...]:
-        """Values of `cpu_offload` that are searched, where a parameter is sharded; a CPU's CPU memory is its own."""
-        looked = self.gpus > 1 and self.device.kind != "cpu" and not self.lacks_host_rates
-        return tuple(dict.fromkeys(self.pins.get("cpu_offload", (False, True) if looked else (False,))))
+    def shardings(self) -> list[FSDP2]:
+        """Options of FSDP2 that are searched."""
+        values = [dict.fromkeys(self.pins.get(flag.name, self._searched(flag))) for flag in SHARDING]
+        return [FSDP2(**dict(zip(_OF_FSDP2, each, strict=True))) for each in itertools.product(*values)]
+
+    def _searched(self, flag: Flag) -> tuple[Any, ...]:
+        """Return the values of an option of FSDP2 that are tried where none is given; a CPU's CPU memory is its own."""
+        left_out = flag.moves and (self.device.kind == "cpu" or self.lacks_host_rates)
+        return flag.searched[:1] if self.gpus == 1 or left_out else flag.searched
 
     @property
     def lacks_host_rates(self) -> bool:
-        """True if `cpu_offload` is left out since the speed of an optimizer on the host is not known."""
-        considered = self.gpus > 1 and "cpu_offload" not in self.pins
+        """True if their state is left on the GPUs since the speed of an optimizer in CPU memory is not known."""
+        considered = self.gpus > 1 and MOVED not in self.pins
         return considered and not self.device.knows_host_rates
 
     def _check_sizes(self) -> None:
@@ -220,7 +175,7 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     base = replace(requested, **{name: getattr(plain, name) for name in _SEARCHED}, world_size=None)
     base = replace(
         base,
-        strategy=replace(fsdp, reshard_after_forward=None, cpu_offload=False),
+        strategy=replace(fsdp, **{flag.name: flag.searched[0] for flag in SHARDING}),
         cp=replace(requested.cp, size=1),
         tp=replace(requested.tp, size=1),
         ep=replace(requested.ep, size=1, imbalance=requested.ep.imbalance if imbalance is None else imbalance),
@@ -299,10 +254,9 @@ def _pinned_by(job: Job) -> dict[str, Any]:
                 f"strategy is {type(job.strategy).__name__.lower()!r}, and fit searches FSDP2 alone. Leave strategy out, or "
                 "use 'fsdp2'."
             )
-        plain = FSDP2()
-        for name in ("reshard_after_forward", "cpu_offload"):
-            if getattr(job.strategy, name) != getattr(plain, name):
-                pins[name] = getattr(job.strategy, name)
+        for flag in SHARDING:
+            if (value := getattr(job.strategy, flag.name)) != flag.searched[0]:
+                pins[flag.name] = value
     if "ac" in fields:
         pins["ac"] = "plan" if isinstance(job.ac, MemoryBudget) else getattr(job.ac, "mode", "a plan")
         if isinstance(job.ac, CheckpointConfig) and job.ac != parse_ac(job.ac.mode):
@@ -316,7 +270,7 @@ def _pinned_by(job: Job) -> dict[str, Any]:
     if "step" in fields and set(job.step.changed) != {"optimizer"}:
         pins["sync"] = job.step.sync
     if job.step.in_backward:
-        pins |= dict.fromkeys(("grad_accum", "pp", "cp", "ep"), 1) | {"cpu_offload": False}
+        pins |= dict.fromkeys(("grad_accum", "pp", "cp", "ep"), 1) | {MOVED: False}
     return pins
 
 
@@ -348,9 +302,9 @@ def _read(name: str, value: Any) -> Any:
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be >= 1.")
         return value
-    if name in _FLAGS:
-        if name == "reshard_after_forward":
-            return FSDP2(reshard_after_forward=value).reshard_after_forward  # which checks it
+    if name in _OF_FSDP2:
+        return getattr(FSDP2(**{name: value}), name)  # which checks it
+    if name in _SWITCHES:
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be True or False.")
         return value

@@ -23,13 +23,13 @@ from nemo_like.activation_checkpointing.plan import Plan, largest_group
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, ContextParallel, PipelineParallel, PlanSearch, Precision, StepSpec, dtype_word
+from nemo_like.options.flag import Flag
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.options.parallel import reshard_word
 from nemo_like.planning.account import Explained, account_of
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit.layouts import MOST_STAGES, Layout
+from nemo_like.planning.fit.layouts import MOST_STAGES, SHARDING, Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import describe
@@ -118,7 +118,7 @@ class Candidate(Explained):
         """Return it in JSON values; sizes in bytes, times in seconds."""
         job = self.job
         return {
-            **vars(self.layout),
+            **self.layout.words,
             "ac": self.ac,
             "precision": precision_word(job.precision),
             "optimizer": job.step.optimizer,
@@ -288,7 +288,7 @@ def ways_out(candidate: Candidate, question: Question, remade: Remade) -> list[s
         ):
             continue
         words = change.words
-        if change.job.fsdp is not None and change.job.fsdp.cpu_offload:
+        if change.job.offloads_state:
             host = max(stage.state_on_host for stage in remade(change.job, layout.micro_batch, None).stages)
             if host > question.host_memory:
                 words = f"{words} with {write_bytes(host)} of CPU memory per rank (--host-memory)"
@@ -352,6 +352,11 @@ CHECKED = {
 }
 
 
+def _cell(flag: Flag, value: Any) -> str:
+    """Return the text of an option's value in the table."""
+    return ("no", "yes")[value] if flag.kind is bool else str(flag.write(value))
+
+
 _COLUMNS = (
     Column("#"),
     Column("dp_replicate"),
@@ -368,8 +373,7 @@ _COLUMNS = (
     Column("ac", left=True),
     Column("loss", left=True),
     Column("offload", left=True),
-    Column("reshard", 5, left=True),
-    Column("cpu_offload", 2, left=True),
+    *(Column(flag.column or flag.name, 2, left=True) for flag in SHARDING),
     Column("peak", 6),
     Column("reserved", 1),
     Column("ms", 2),
@@ -384,9 +388,7 @@ _USUAL = {
     "ep": "1",
     "pp": "1",
     "offload": "none",
-    "reshard": "default",
-    "cpu_offload": "no",
-}
+} | {flag.column or flag.name: _cell(flag, flag.searched[0]) for flag in SHARDING}
 
 
 @dataclass(frozen=True)
@@ -599,8 +601,7 @@ def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
         candidate.ac,
         layout.loss,
         layout.offload,
-        reshard_word(layout.reshard_after_forward),
-        "yes" if layout.cpu_offload else "no",
+        *(_cell(flag, getattr(layout.fsdp, flag.name)) for flag in SHARDING),
         unit.number(candidate.peak_bytes),
         "" if candidate.reserved is None else unit.number(candidate.reserved),
         three_digits(1000 * candidate.step_seconds),
@@ -644,9 +645,10 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         flags["--loss"] = "chunked"
     if job.offload.mode != "none":
         flags["--offload"] = job.offload.mode
-    if layout.reshard_after_forward is not None:
-        flags["--reshard-after-forward"] = "yes" if layout.reshard_after_forward else "no"
-    options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * layout.cpu_offload
+    for flag in SHARDING:
+        if (value := getattr(layout.fsdp, flag.name)) != flag.searched[0]:
+            flags[flag.word] = "" if flag.kind is bool else flag.write(value)
+    options = [f"{name} {value}".rstrip() for name, value in flags.items()]
     if layout.tp > 1:
         options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
     hosts = -(-layout.gpus // report.question.device.gpus_per_host)

@@ -26,7 +26,7 @@ from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
 from nemo_like.planning.fit.formula import BY_SPEED, Formula, Way
-from nemo_like.planning.fit.layouts import Layout, job_of
+from nemo_like.planning.fit.layouts import MOVED, SHARDING, Layout, job_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.report import Candidate, candidate_of, host_bytes_of
 from nemo_like.planning.memory_model.storages import Peak
@@ -87,7 +87,7 @@ class Ranking:
         alike, self.sizes = dict[Any, int](), dict[Any, int]()
         number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
         # Number of each (layout, way), the same where the formula is off alike.
-        self.classes = 2 * number.unsqueeze(1) + torch.tensor([way.cpu_offload for way in self.ways])
+        self.classes = 2 * number.unsqueeze(1) + torch.tensor([getattr(way.fsdp, MOVED) for way in self.ways])
         self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
         # For each class, what it has in common with its kin.
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
@@ -103,9 +103,9 @@ class Ranking:
         keys = [(each.pp > 1, each.dp_shard * each.cp > 1, each.grad_accum > 1) for each in self.layouts]
         fine = {key: [self._fine(way, *key) for way in self.ways] for key in set(keys)}
         if keys and not any(map(any, fine.values())):
-            self.rejected["not planned beside pp: cpu_offload"] += count
+            self.rejected[f"not planned beside pp: {MOVED}"] += count
         if question.lacks_host_rates:
-            self.rejected["cpu_offload: the bandwidth of CPU memory is not known for this device"] += count
+            self.rejected[f"{MOVED}: the bandwidth of CPU memory is not known for this device"] += count
         fits = self.estimate.host <= question.host_memory
         allowed = torch.tensor([fine[key] for key in keys], dtype=torch.bool).view(count, len(self.ways))
         if full := int((allowed & ~fits).sum()):
@@ -117,12 +117,15 @@ class Ranking:
         pins = self.question.pins
         if way.sync != self.ways[0].sync and (staged or not (sharded and accumulates)):
             return False
-        usual = way.reshard_after_forward is None or "reshard_after_forward" in pins
+        usual = all(
+            flag.moves or flag.name in pins or getattr(way.fsdp, flag.name) == flag.searched[0] for flag in SHARDING
+        )
+        moved = getattr(way.fsdp, MOVED)
         if staged:
             # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
             moves = way.offload != "none" and "offload" not in pins
-            return not way.cpu_offload and not moves and usual
-        return (sharded or usual) and (not way.cpu_offload or self.question.gpus > 1)
+            return not moved and not moves and usual
+        return (sharded or usual) and (not moved or self.question.gpus > 1)
 
     # --- estimates ------------------------------------------------------------------------------------------------
 
@@ -226,11 +229,10 @@ def _ways(question: Question, formula: Formula) -> list[Way]:
     if "chunked" in losses and not formula.can_chunk():
         losses = tuple(loss for loss in losses if loss != "chunked")
     return [
-        Way(loss, offload, reshard, there, sync)
+        Way(loss, offload, fsdp, sync)
         for loss in losses
         for offload in pins.get("offload", ("none", "boundary"))
-        for reshard in pins.get("reshard_after_forward", (None, False) if question.gpus > 1 else (None,))
-        for there in question.host_state
+        for fsdp in question.shardings
         for sync in pins.get("sync", SYNC)
     ]
 

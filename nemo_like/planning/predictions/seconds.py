@@ -1,7 +1,7 @@
 """Seconds of a step by part: kernels, collectives that nothing hides, bubble, optimizer.
 
 FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward. Only the
-part that is longer than that computing counts. Shards in CPU memory (`cpu_offload`) come over the bus before they are
+part that is longer than that computing counts. Shards in CPU memory come over the bus before they are
 gathered, and reduced gradients go there after. The stages of a pipeline run by its schedule, gathered and reduced once in a
 step.
 """
