@@ -204,7 +204,14 @@ def signature(name: str, value: Any, bound: bool = False) -> str:
 
 
 def bare(value: Any) -> Any:
-    return Annotation(value) if isinstance(value, str) else value
+    """Return an annotation as a source writes it, whether the module evaluates its annotations or not."""
+    if value is inspect.Parameter.empty:
+        return value
+    text = value if isinstance(value, str) else inspect.formatannotation(value)
+    text = re.sub(r"(\*?)<class '([\w.]+)'>", lambda found: f"Unpack[{found[2]}]" if found[1] else found[2], text)
+    text = text.replace("torch.nn.modules.module.", "nn.")
+    text = re.sub(r"\b(?:collections\.abc|typing|nemo_like(?:\.\w+)*|torch(?:\.\w+)+)\.(?=[A-Z])", "", text)
+    return Annotation(text)
 
 
 def same_everywhere(value: Any) -> str:

@@ -39,6 +39,7 @@ from nemo_like.layers import find_layers
 from nemo_like.models import source_of
 from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.parallel import moves_state
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, device_of, resolve_device
 from nemo_like.planning.memory_model.storage_ledger import (
@@ -353,7 +354,7 @@ def refuse_dry_run(job: Job) -> None:
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
         # What is in CPU memory would count as the GPU's: both are the CPU's fake tensors.
-        f"strategy={as_code(job.strategy)}": job.fsdp is not None and job.fsdp.moves_state(device_of(job).kind),
+        f"strategy={as_code(job.strategy)}": job.fsdp is not None and moves_state(job.fsdp, device_of(job).kind),
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
     }
     for name, is_there in refused.items():

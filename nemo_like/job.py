@@ -41,7 +41,7 @@ from nemo_like.options import (
 )
 from nemo_like.options.flag import flagged
 from nemo_like.options.memory import AllocatorConfig, allocator_here
-from nemo_like.options.parallel import undivided
+from nemo_like.options.parallel import in_stage, undivided, undivided_shards, unit_reshards
 
 if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs no torch
     import torch
@@ -57,11 +57,23 @@ if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs 
 Strategy: TypeAlias = str | FSDP2 | DDP | Single
 
 
-class JobKeywords(TypedDict, total=False):
-    """Keywords that `parallelize` takes: a field of `Job` each, as a caller may write it."""
+class FixedKeywords(TypedDict, total=False):
+    """Keywords that no search of `nemo_like.planning.fit` chooses: a field of `Job` each, as a caller may write it."""
 
     ac_scope: str | Iterable[str]
     layers: str | nn.Module | Iterable[str | nn.Module] | None
+    step: StepSpec | None
+    planned_tokens: int | None
+    device: str | torch.device | None
+    gpu: Any
+    world_size: int | None
+    allocator: AllocatorConfig | str | None
+    search: PlanSearch | None
+
+
+class JobKeywords(FixedKeywords, total=False):
+    """Keywords that `parallelize` takes besides `strategy` and `ac`."""
+
     dp_replicate: int
     tp: int | TensorParallel
     cp: int | ContextParallel
@@ -71,13 +83,6 @@ class JobKeywords(TypedDict, total=False):
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None
     compile: bool | str | None
     offload: str | OffloadConfig | None
-    step: StepSpec | None
-    planned_tokens: int | None
-    device: str | torch.device | None
-    gpu: Any
-    world_size: int | None
-    allocator: AllocatorConfig | str | None
-    search: PlanSearch | None
     optimizer: str | None
 
 
@@ -102,12 +107,12 @@ class Job:
         ValueError, TypeError: a wrong value, or two values that exclude each other (`RULES`).
     """
 
-    strategy: FSDP2 | DDP | Single = flagged(FSDP2(), "", default="fsdp2", choices=STRATEGIES)
+    strategy: FSDP2 | DDP | Single = flagged(FSDP2(), "pretrain", default="fsdp2", choices=STRATEGIES)
     """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
     with what only it has (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = flagged(
-        "selective", "", "memory", values=" | ".join(AC_STRATEGIES), write=lambda ac: ac.mode
+        "selective", "pretrain finetune", "memory", values=" | ".join(AC_STRATEGIES), write=lambda ac: ac.mode
     )
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
@@ -116,7 +121,7 @@ class Job:
     `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
     ac_scope: str | tuple[str, ...] = flagged(
         "all",
-        "pretrain",
+        "pretrain finetune",
         "model",
         name="scope",
         values="all | language | vision | audio, several with commas",
@@ -126,7 +131,7 @@ class Job:
     list. A frozen layer is recomputed in calls with an input that needs a gradient."""
     layers: tuple[str | nn.Module, ...] | None = None
     """Names (globs) or modules of the layers; None: found by structure."""
-    dp_replicate: int = flagged(1, "plan pins", kind=int, least=1)
+    dp_replicate: int = flagged(1, "plan pins pretrain", kind=int, least=1)
     """FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks."""
     tp: TensorParallel = TensorParallel()
     """FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)` with
@@ -144,7 +149,7 @@ class Job:
     batches."""
     loss: ChunkedLoss | None = flagged(
         None,
-        "plan pins",
+        "plan pins pretrain",
         "memory",
         default="model",
         choices=LOSSES,
@@ -170,7 +175,7 @@ class Job:
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = flagged(
         OffloadConfig("none"),
-        "plan pins pretrain",
+        "plan pins pretrain finetune",
         "memory",
         default="none",
         choices=("none", "boundary", "saved", "all"),
@@ -274,7 +279,7 @@ class Job:
 
     @property
     def offloads_state(self) -> bool:
-        """Whether parameter shards, gradients and optimizer state are in CPU memory."""
+        """True where FSDP2 keeps parameter shards, gradients and optimizer state in CPU memory."""
         return isinstance(self.strategy, FSDP2) and self.strategy.cpu_offload
 
     @property
@@ -327,7 +332,7 @@ class Job:
         A stage's layers stay gathered through the step unless the caller asked for something else.
         """
         ranks = self.ranks // self.pp.size
-        strategy = self.strategy.in_stage() if isinstance(self.strategy, FSDP2) else self.strategy
+        strategy = in_stage(self.strategy) if isinstance(self.strategy, FSDP2) else self.strategy
         return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if ranks == 1 else strategy)
 
     # --- as code ---------------------------------------------------------------------------------------------------
@@ -596,7 +601,7 @@ def _split_is_the_callers(job: Job) -> str | None:
 
 def _split_backward_stays_gathered(job: Job) -> str | None:
     fsdp = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
-    stays = not fsdp.in_stage().reshards("layer") or job.pp.size == 1 or job.world_size == job.pp.size
+    stays = not unit_reshards(in_stage(fsdp), "layer") or job.pp.size == 1 or job.world_size == job.pp.size
     if stays or not job.pp.facts.splits_backward:
         return None
     return (
@@ -611,7 +616,7 @@ def _resharding_divides_the_shards(job: Job) -> str | None:
         return None
     if job.world_size == job.pp.size > 1:
         return None  # a stage on one rank: nothing is sharded
-    return job.strategy.undivided(job.shard_ranks)
+    return undivided_shards(job.strategy, job.shard_ranks)
 
 
 def _update_in_backward_is_whole(job: Job) -> str | None:

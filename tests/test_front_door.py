@@ -32,7 +32,8 @@ from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, CheckpointConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec
 from nemo_like.options.flag import flagged
-from nemo_like.planning.fit.question import PINS, FitKeywords
+from nemo_like.planning.fit.fitting import FitKeywords
+from nemo_like.planning.fit.question import PINS
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from tests.models.decoders import PlainDecoder, batch, build, loss_of

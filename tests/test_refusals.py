@@ -317,7 +317,7 @@ _COMMANDS = {
     f"plan {_TINY} --sync last": "--sync is 'last', and nothing reads it",
     f"plan {_TINY} --reshard-after-forward no": "--reshard-after-forward is 'no', and nothing reads it: one rank keeps",
     f"plan {_TINY} --prefetch 2": "--prefetch is 2, and nothing reads it",
-    f"plan {_TINY} --host-memory 1GiB": "--host-memory is '1GiB', and nothing reads it: that takes --host, --offload",
+    f"plan {_TINY} --host-memory 1GiB": "--host-memory is '1GiB', and nothing reads it: that takes --cpu-offload",
     f"plan {_TINY} --input-shape 2,3 --seq-len 8": "--seq-len is 8, and nothing reads it: --input-shape is the whole input",
     f"plan {_TINY} --vocab-size 8": "--vocab-size is 8, and nothing reads it: llama-tiny states its own, 256",
     f"plan {_TINY} --image-size 8": "--image-size is 8, and nothing reads it: llama-tiny takes text alone",

@@ -1,7 +1,5 @@
 """Files of JSON that are written at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Count live bytes: the storages that operators make, on any device, with a log; or those that CUDA's allocator gave
 out."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys

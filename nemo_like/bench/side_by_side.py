@@ -225,7 +225,17 @@ def compare_modes(options: BenchOptions) -> Comparison:
     with cpu_threads(options.threads):
         compared = SideBySide(options)
         rows = [candidate.row for candidate in compared.run(choose_modes(options, compared.device))]
-        return Comparison(_with_rates(rows, options), _about(options, compared.device), compared.notes)
+        tokens = f"{options.batch_size} x {options.seq_len} tokens"
+        conditions = {
+            "model": options.model,
+            "step": f"input {options.input_shape}" if options.input_shape else tokens,
+            "strategy": options.strategy,
+            "ranks": world_size(),
+            "clock": "CPU time" if clock_for(compared.device) is time.process_time else "wall time",
+            "dtype": str(options.dtype or torch.float32),
+            "repeats": options.repeats,
+        }
+        return Comparison(_with_rates(rows, options), conditions | surroundings(compared.device), compared.notes)
 
 
 def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[str, Any]]:
@@ -237,20 +247,6 @@ def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[
         if "flops" in row:
             row["recompute"] = (row.pop("flops")[1] - plain) / forward if forward else 0.0
     return rows
-
-
-def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
-    return {
-        "model": options.model,
-        "step": f"input {options.input_shape}"
-        if options.input_shape
-        else f"{options.batch_size} x {options.seq_len} tokens",
-        "strategy": options.strategy,
-        "ranks": world_size(),
-        "clock": "CPU time" if clock_for(device) is time.process_time else "wall time",
-        "dtype": str(options.dtype or torch.float32),
-        "repeats": options.repeats,
-    } | surroundings(device)
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:

@@ -75,8 +75,7 @@ def check_step_options(args: argparse.Namespace) -> None:
     if args.cp == 1:
         refuse_unread(args, flags_of("cp"), "without --cp above 1 every rank has whole sequences.")
     if not any(getattr(args, name) != FLAGS[name].default for name in MOVES):
-        words = " or ".join(FLAGS[name].word for name in MOVES)
-        refuse_unread(args, ["host_memory"], f"that takes {words}.")
+        refuse_unread(args, ["host_memory"], f"that takes {' or '.join(FLAGS[name].word for name in MOVES)}.")
     if args.input_shape:
         refuse_unread(
             args,

@@ -24,7 +24,7 @@ from nemo_like.distributed.unit_calls import (
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.distributed.weights.replaced import refuse_to_train
 from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK
-from nemo_like.options import FSDP2
+from nemo_like.options.parallel import FSDP2, ranks_between, undivided_shards, unit_reshards
 from nemo_like.torch_compat import cast_as_weight, explain_sharded_weights
 
 
@@ -84,7 +84,7 @@ def shard_layers(
         unit_policy = policy if unit.kind == "root" else inner_policy
         if any(param.is_complex() for param in mine):  # a cast would drop the imaginary part (Fourier operators)
             unit_policy = dataclasses.replace(unit_policy, param_dtype=None, reduce_dtype=None)
-        reshard = options.reshards(unit.kind, is_last=unit is last_layer)
+        reshard = unit_reshards(options, unit.kind, is_last=unit is last_layer)
         if not reshard:
             held.append(unit.modules[0])
         shard_unit(
@@ -187,7 +187,7 @@ _OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.Gr
 def _placement(dp_mesh: DeviceMesh, options: FSDP2) -> Callable[[nn.Parameter], Shard | None] | None:
     """FSDP2's ``shard_placement_fn``; None where it would be dim 0 for all."""
     ranks = dp_mesh.size(dp_mesh.ndim - 1)
-    if ranks == 1 or options.ranks_between:
+    if ranks == 1 or ranks_between(options):
         return None  # after forward, torch cuts for fewer ranks on dim 0 alone
 
     def placement_for(param: nn.Parameter) -> Shard | None:
@@ -225,7 +225,7 @@ def check_sharding(
 
 def check_reshard(options: FSDP2, ranks: int) -> None:
     """Raise ValueError where a number of ranks to reshard over does not divide `ranks`."""
-    if (problem := options.undivided(ranks)) is not None:
+    if (problem := undivided_shards(options, ranks)) is not None:
         raise ValueError(problem)
 
 

@@ -1,7 +1,5 @@
 """Explanation of a recorded peak, in words and as JSON."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field

@@ -165,7 +165,10 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
         kind=kind,
         device=int(device[1]) if device else None,
         asked_bytes=_bytes(requested[1], requested[2]) if requested else None,
-        asked_error=_rounding(requested[1], requested[2]) if requested else 0,
+        # Half of the last digit that is written.
+        asked_error=math.ceil(_UNIT_BYTES.get(requested[2], 0) / 10 ** len(requested[1].partition(".")[2]) / 2)
+        if requested
+        else 0,
         total_bytes=total,
         free_bytes=free,
         process_bytes=process,
@@ -191,10 +194,6 @@ def _own_process(processes: dict[int, int], reserved: int, used: int | None) -> 
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNIT_BYTES.get(unit, 1))
-
-
-def _rounding(number: str, unit: str) -> int:
-    return math.ceil(_UNIT_BYTES.get(unit, 0) / 10 ** len(number.partition(".")[2]) / 2)
 
 
 def causes(message: OutOfMemory) -> list[Cause]:
@@ -325,7 +324,9 @@ def readings(message: OutOfMemory, sizes: ModelSizes) -> list[Reading]:
         for usual_width, tensor, numbers in of_tokens:
             per_token = numbers * width
             for tokens, step in _token_counts(low / per_token, high / per_token, sizes.tokens):
-                note = "" if tokens == sizes.tokens or not sizes.tokens else _ratio(tokens, sizes.tokens)
+                known = sizes.tokens or tokens
+                times = f"{tokens // known} times" if tokens > known else f"1/{known // tokens} of"
+                note = "" if tokens == known else f"{times} the micro-batch"
                 doublings = abs(math.log2(tokens / sizes.tokens)) if sizes.tokens else max(0, math.log2(tokens) - 17)
                 bits = math.log2(step * per_token / (high - low)) - doublings
                 usual = bits >= _LEAST_BITS and width == usual_width
@@ -359,10 +360,6 @@ def _token_counts(low: float, high: float, known: int | None) -> Iterator[tuple[
 def _powers_of(tokens: int) -> list[int]:
     shifts = [tokens >> shift for shift in range(7) if tokens % (1 << shift) == 0]
     return shifts + [tokens << shift for shift in range(1, 7)]
-
-
-def _ratio(tokens: int, known: int) -> str:
-    return f"{tokens // known} times the micro-batch" if tokens > known else f"1/{known // tokens} of the micro-batch"
 
 
 def _square_tensors(sizes: ModelSizes, low: int, high: int, width: int, dtype: str) -> Iterator[tuple[float, Reading]]:

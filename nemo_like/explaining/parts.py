@@ -6,8 +6,6 @@ the source as often in a forward as there are layers. A block from before the re
 its own stack, the one that freed it, or sizes equal to those of gradients or states that were recorded.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter, defaultdict

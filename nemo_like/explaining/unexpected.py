@@ -1,7 +1,5 @@
 """Find memory at the peak that should not be there: each cause with its bytes, and the peak without it, exactly."""
 
-from __future__ import annotations
-
 from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -9,10 +9,6 @@ from nemo_like._util.words import check_bool, parse_bytes
 from nemo_like.options.flag import flagged
 
 
-def _host_bytes(size: int | str) -> int:
-    return parse_bytes(size, "--host-memory") if isinstance(size, str) else size
-
-
 @dataclass(frozen=True)
 class PlanSearch:
     """The way in which a plan for a budget is searched.
@@ -27,7 +23,12 @@ class PlanSearch:
     host: bool = flagged(False, group="memory", kind=bool, stages=False, moves=True)
     """Also consider keeping outputs in CPU memory, over the device's link. Time of the copies that computing does not
     hide counts."""
-    host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
+    host_memory: int | str = flagged(
+        64 << 30,
+        group="memory",
+        default="64GiB",
+        read=lambda size: parse_bytes(size, "--host-memory") if isinstance(size, str) else size,
+    )
     """CPU memory of one rank, for saved outputs, `offload` and the state of FSDP2. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
 

@@ -106,56 +106,6 @@ class FSDP2:
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}.")
 
-    def reshards(self, kind: str, *, is_last: bool = False) -> bool | int:
-        """Return ``reshard_after_forward`` of torch's `fully_shard` for a unit.
-
-        Args:
-            kind: ``layer``, ``embedding``, ``tail``, ``root``, ``dtype`` (`nemo_like.distributed.units`) or ``experts``.
-            is_last: it is the last layer, which backward needs at once.
-        """
-        value = self.reshard_after_forward
-        if kind == "dtype":
-            return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
-        if isinstance(value, bool):
-            return value
-        if kind == "layer" and not is_last:
-            return True if value is None else value
-        return kind in ("embedding", "experts")
-
-    @property
-    def ranks_between(self) -> int:
-        """Ranks that layers are sharded over between forward and backward, where these are fewer than all; else 0."""
-        value = self.reshard_after_forward
-        return 0 if isinstance(value, bool | None) else value
-
-    def in_stage(self) -> FSDP2:
-        """Return the options in a stage of a pipeline, whose layers by default stay gathered for a whole step."""
-        return replace(self, reshard_after_forward=False) if self.reshard_after_forward is None else self
-
-    def moves_state(self, device: str) -> bool:
-        """Return whether shards, gradients and optimizer state are in memory that this kind of device does not share."""
-        return self.cpu_offload and device != "cpu"
-
-    def lighter(self, device: str) -> Iterator[FSDP2]:
-        """Yield these options with one change that lowers the bytes that a rank needs on this kind of device."""
-        if self.reshard_after_forward is False:
-            yield replace(self, reshard_after_forward=None)
-        if max(self.forward_prefetch, self.backward_prefetch) > 1:
-            yield replace(self, forward_prefetch=1, backward_prefetch=1)
-        if not self.cpu_offload and device != "cpu":
-            yield replace(self, cpu_offload=True)
-
-    def undivided(self, ranks: int) -> str | None:
-        """Return the message on a number of ranks to reshard over that does not divide `ranks`; None where it does."""
-        between = self.ranks_between
-        if not between or (between < ranks and ranks % between == 0):
-            return None
-        divisors = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
-        return (
-            f"reshard_after_forward is {between}; as a number of ranks it must divide the shard axis of {ranks} ranks "
-            f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
-        )
-
 
 def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
     """Return the message on axes whose product does not divide `ranks`, which it calls `of_ranks`; None where it does.
@@ -172,6 +122,60 @@ def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None
     (name,) = sizes
     *fewer, most = (f"{name}={size}" for size in range(1, ranks + 1) if ranks % size == 0)
     return f"{name}={used} does not divide {of_ranks}. Use {', '.join(fewer)}{' or ' if fewer else ''}{most}."
+
+
+def unit_reshards(fsdp: FSDP2, kind: str, *, is_last: bool = False) -> bool | int:
+    """Return ``reshard_after_forward`` of torch's `fully_shard` for a unit.
+
+    Args:
+        kind: ``layer``, ``embedding``, ``tail``, ``root``, ``dtype`` (`nemo_like.distributed.units`) or ``experts``.
+        is_last: it is the last layer, which backward needs at once.
+    """
+    value = fsdp.reshard_after_forward
+    if kind == "dtype":
+        return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
+    if isinstance(value, bool):
+        return value
+    if kind == "layer" and not is_last:
+        return True if value is None else value
+    return kind in ("embedding", "experts")
+
+
+def ranks_between(fsdp: FSDP2) -> int:
+    """Ranks that layers are sharded over between forward and backward, where these are fewer than all; else 0."""
+    return 0 if isinstance(fsdp.reshard_after_forward, bool | None) else fsdp.reshard_after_forward
+
+
+def in_stage(fsdp: FSDP2) -> FSDP2:
+    """Return the options in a stage of a pipeline, whose layers by default stay gathered for a whole step."""
+    return replace(fsdp, reshard_after_forward=False) if fsdp.reshard_after_forward is None else fsdp
+
+
+def moves_state(fsdp: FSDP2, device: str) -> bool:
+    """Return whether shards, gradients and optimizer state are in memory that this kind of device does not share."""
+    return fsdp.cpu_offload and device != "cpu"
+
+
+def lighter(fsdp: FSDP2, device: str) -> Iterator[FSDP2]:
+    """Yield `fsdp` with one change that lowers the bytes that a rank needs on this kind of device."""
+    if fsdp.reshard_after_forward is False:
+        yield replace(fsdp, reshard_after_forward=None)
+    if max(fsdp.forward_prefetch, fsdp.backward_prefetch) > 1:
+        yield replace(fsdp, forward_prefetch=1, backward_prefetch=1)
+    if not fsdp.cpu_offload and device != "cpu":
+        yield replace(fsdp, cpu_offload=True)
+
+
+def undivided_shards(fsdp: FSDP2, ranks: int) -> str | None:
+    """Return the message on a number of ranks to reshard over that does not divide `ranks`; None where it does."""
+    between = ranks_between(fsdp)
+    if not between or (between < ranks and ranks % between == 0):
+        return None
+    divisors = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
+    return (
+        f"reshard_after_forward is {between}; as a number of ranks it must divide the shard axis of {ranks} ranks "
+        f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
+    )
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ class TensorParallel(Axis):
     TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False, asynchronous=False)
     """
 
-    size: int = flagged(1, "plan pins", name="tp", kind=int, least=1)
+    size: int = flagged(1, "plan pins pretrain", name="tp", kind=int, least=1)
     """Ranks that share a layer's matmuls; must divide the number of ranks."""
     plan: Mapping[str, Any] | None = None
     """Module name pattern to `ParallelStyle` or its name; None: the model's own plan."""
@@ -284,7 +288,7 @@ class ContextParallel(Axis):
     ContextParallel(size=2, method='all_gather', loss_mean=None)
     """
 
-    size: int = flagged(1, "plan pins", name="cp", kind=int, least=1)
+    size: int = flagged(1, "plan pins pretrain finetune", name="cp", kind=int, least=1)
     """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
     method: str = flagged("all_gather", "plan pins pretrain", name="cp_method", choices=CONTEXT_METHODS)
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
@@ -376,7 +380,7 @@ class Precision:
 
     param_dtype: torch.dtype | str | None = flagged(
         None,
-        "plan",
+        "plan pretrain",
         "training",
         name="precision",
         default="float32",

@@ -1,7 +1,5 @@
 """Options to cut a model into the stages of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -42,10 +40,6 @@ def parse_loss_mean(owner: str, loss_mean: LossMean, part: str) -> LossMean:
 # The schedules of a pipeline: one object each, with all that is read of one. To add a schedule, add an object.
 
 
-def _no_check(ranks: int, microbatches: int) -> str | None:
-    return None
-
-
 def _equal_rounds(ranks: int, microbatches: int) -> str | None:
     rounds = max(1, microbatches // ranks)
     problem = f"it goes {rounds} rounds of equal length: use {rounds * ranks} or {(rounds + 1) * ranks}."
@@ -55,18 +49,6 @@ def _equal_rounds(ranks: int, microbatches: int) -> str | None:
 def _one_for_each_rank(ranks: int, microbatches: int) -> str | None:
     problem = f"with fewer micro-batches than stages, stages are idle all along: use at least {ranks}, or a smaller pp."
     return problem if microbatches < ranks else None
-
-
-def _one_for_each_stage_of_two(ranks: int, microbatches: int) -> str | None:
-    return f"it takes at least as many as there are stages: use {2 * ranks}." if microbatches < 2 * ranks else None
-
-
-def _all(ranks: int, microbatches: int, per_rank: int) -> float:
-    return microbatches
-
-
-def _one_a_rank(ranks: int, microbatches: int, per_rank: int) -> float:
-    return min(microbatches, ranks)
 
 
 def _interleaved(ranks: int, microbatches: int, per_rank: int) -> float:
@@ -86,9 +68,9 @@ class Schedule:
     """Two stages on a rank, the second half in the opposite order: the first and the last stage share a rank."""
     splits_backward: bool = False
     """Gradients of inputs (dI) first, of weights (dW) later."""
-    check: Callable[[int, int], str | None] = _no_check
+    check: Callable[[int, int], str | None] = lambda ranks, microbatches: None
     """(ranks, micro-batches): why it cannot run so many, and the way out; None: it can."""
-    in_flight: Callable[[int, int, int], float] = _one_a_rank
+    in_flight: Callable[[int, int, int], float] = lambda ranks, microbatches, per_rank: min(microbatches, ranks)
     """(ranks, micro-batches, stages per rank): with about so many micro-batches the first rank has gone forward and not
     back, in shares of its layers."""
     repeats_after: Callable[[int], int] | None = None
@@ -112,7 +94,7 @@ class Schedule:
 SCHEDULE_OBJECTS: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=_all),
+        Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=lambda ranks, microbatches, per_rank: microbatches),
         Schedule(
             "1f1b",
             "Schedule1F1B",
@@ -143,7 +125,9 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
             (2,),
             v_shaped=True,
             splits_backward=True,
-            check=_one_for_each_stage_of_two,
+            check=lambda ranks, microbatches: (
+                f"it takes at least as many as there are stages: use {2 * ranks}." if microbatches < 2 * ranks else None
+            ),
         ),
     )
 }
@@ -177,9 +161,9 @@ class PipelineParallel(Axis):
     8
     """
 
-    size: int = flagged(1, "plan pins", name="pp", kind=int, least=1)
+    size: int = flagged(1, "plan pins pretrain", name="pp", kind=int, least=1)
     """Ranks of one pipeline; must divide the number of ranks."""
-    schedule: str = flagged("1f1b", "plan pins", name="pp_schedule", values=" | ".join(SCHEDULES))
+    schedule: str = flagged("1f1b", "plan pins pretrain", name="pp_schedule", values=" | ".join(SCHEDULES))
     """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
     ``zbv`` | ``dualpipev``: torch's."""
     microbatches: int | None = None

@@ -142,7 +142,7 @@ class StepSpec:
         TypeError: a value of the wrong kind.
     """
 
-    microbatches: int = flagged(1, "plan pins", "training", name="grad_accum", kind=int, least=1)
+    microbatches: int = flagged(1, "plan pins pretrain finetune", "training", name="grad_accum", kind=int, least=1)
     """Micro-batches of a step, forward and backward each. Gradients are there from the first one on."""
     sync: str = flagged("every", "plan pins", "training", choices=SYNC, stages=False)
     """Micro-batches that reduce gradients over the ranks. ``every`` one (as in a plain loop), or the ``last``
@@ -165,7 +165,7 @@ class StepSpec:
     zero_grad: str = flagged("free", "plan fit", "training", choices=ZERO_GRAD)
     """Gradients between steps. ``free``: gradients are None before the first forward of a step (torch's default);
     ``zero``: they stay, as zeros (``zero_grad(set_to_none=False)``)."""
-    optimizer: str = flagged("adamw", "plan", "training", choices=OPTIMIZERS)
+    optimizer: str = flagged("adamw", "plan pretrain finetune", "training", choices=OPTIMIZERS)
     """The optimizer, whose state and temporaries count. ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
     one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks
     of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,

@@ -11,6 +11,7 @@ from nemo_like.flags import changed_flags
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.parallel import lighter, moves_state
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.torch_compat import without_dispatch_modes
 
@@ -37,12 +38,12 @@ def changes(job: Job) -> Iterator[Change]:
     if step.keeps_output and job.loss is None and job.pp.size == 1:
         dropped = replace(step, keeps_output=False)
         yield Change("loss = model(**batch).loss, which drops the output", job.change(step=dropped))
-    if (lighter := OPTIMIZER_OBJECTS[step.optimizer].lighter) is not None:
-        yield Change(f"optimizer={lighter!r}", job.change(step=replace(step, optimizer=lighter)))
+    if (smaller := OPTIMIZER_OBJECTS[step.optimizer].lighter) is not None:
+        yield Change(f"optimizer={smaller!r}", job.change(step=replace(step, optimizer=smaller)))
     if fsdp is not None:
         device = device_of(job)
-        for options in fsdp.lighter(device.kind):
-            moves = options.moves_state(device.kind) and not fsdp.moves_state(device.kind)
+        for options in lighter(fsdp, device.kind):
+            moves = moves_state(options, device.kind) > moves_state(fsdp, device.kind)
             if not moves or (device.host_bandwidth and job.pp.size == 1):
                 yield _change(job, job.change(strategy=options))
     if not job.allocator.expandable_segments and device_of(job).cuda is not None:

@@ -48,6 +48,7 @@ from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import FSDP2, PipelineParallel, Precision
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
+from nemo_like.options.parallel import moves_state
 from nemo_like.planning.devices import Device
 from nemo_like.planning.memory_model.microbatch import Around, LayerCall
 from nemo_like.planning.model.outside import OuterMemory
@@ -236,7 +237,7 @@ class Stage:
                 gloo=self.device.kind == "cpu",
                 alone=alone,
                 replicas=job.dp_replicate,
-                host=job.fsdp is not None and job.fsdp.moves_state(self.device.kind),
+                host=job.fsdp is not None and moves_state(job.fsdp, self.device.kind),
             )
         return known[key]
 

@@ -22,8 +22,8 @@ from torch import nn
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
-from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter
+from nemo_like.options.parallel import FSDP2, Precision, ranks_between, unit_reshards
 from nemo_like.torch_compat import local_part
 
 
@@ -258,7 +258,7 @@ def sharding_of(
     """
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
-    dtypes, between = precision.dtypes, fsdp.ranks_between  # torch cuts on dim 0 only to reshard between
+    dtypes, between = precision.dtypes, ranks_between(fsdp)  # torch cuts on dim 0 only to reshard between
     known: dict[Any, UnitBytes] = {}
 
     def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
@@ -281,7 +281,7 @@ def sharding_of(
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
-        reshard = fsdp.reshards(source.kind, is_last=source is last)
+        reshard = unit_reshards(fsdp, source.kind, is_last=source is last)
         kept = between if source.kind == "layer" and source is not last else 0
         return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
@@ -290,7 +290,7 @@ def sharding_of(
         elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
-    reshard = bool(fsdp.reshards("experts"))
+    reshard = bool(unit_reshards(fsdp, "experts"))
     inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
     of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
     trains = tuple(map(of_trained.__getitem__, forms.trains))

@@ -157,7 +157,9 @@ def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[by
         return [whole[:cut]], [whole[cut:]]
     room = HELD_OUT_SHARE * sum(len(content) for _, content in documents)
     chosen = set[str]()
-    for name, content in sorted(documents, key=lambda item: _hash_name(item[0])):
+    for name, content in sorted(
+        documents, key=lambda item: hashlib.sha256(item[0].encode(errors="surrogateescape")).digest()
+    ):
         if len(content) <= room:
             chosen.add(name)
             room -= len(content)
@@ -172,10 +174,6 @@ def _parts(text: str) -> Iterator[str]:
         cut = text.find("\n", at + _PART) + 1 or len(text)
         yield text[at:cut]
         at = cut
-
-
-def _hash_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 # --- a tokenizer --------------------------------------------------------------------------------------------------------

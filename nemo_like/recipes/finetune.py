@@ -136,7 +136,9 @@ def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> 
     values = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
     values["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
     if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP
-        config = {name: FLAGS[name].read(getattr(options, name)) for name in flags_on("finetune")}
+        config = {
+            name: FLAGS[name].read(getattr(options, name)) for name in flags_of("strategy") if hasattr(options, name)
+        }
         values |= {"fsdp": True, "fsdp_config": {"version": 2} | {k: v for k, v in config.items() if v is not None}}
     return TrainerArguments(
         **values,
@@ -216,8 +218,9 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
     """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
     (model, job), ranks = trainer.planned_job(), launch.world_size()
-    fsdp = job.fsdp or FSDP2()
-    pins: dict[str, Any] = {name: [getattr(fsdp, name)] for name in flags_of("strategy") if name in flags_on("pins")}
+    pins: dict[str, Any] = {
+        name: [getattr(job.fsdp or FSDP2(), name)] for name in flags_of("strategy") if name in flags_on("pins")
+    }
     report = fit(
         model,
         gpus=ranks,

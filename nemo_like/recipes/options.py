@@ -36,21 +36,24 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
     """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `more`: other than there."""
     known = FLAGS[name]
     part, _, inside = known.field.partition(".")
-    facts = {"choices": known.choices, "group": known.group, "least": known.least}
-    needs = None if inside in ("", "size") else NEEDS.get(part)
-    return option(
-        known.default if default is None else default, known.help, known.kind, **facts | {"needs": needs} | more
-    )
+    facts = {
+        "choices": known.choices,
+        "group": known.group,
+        "least": known.least,
+        "needs": None if inside in ("", "size") else NEEDS.get(part),
+    }
+    return option(known.default if default is None else default, known.help, known.kind, **facts | more)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, job_option))
 def options_of(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
-    """Return the decorator of a class of options that also has the flags that `command` takes (see `Flag.on`)."""
+    """Return the decorator of a class of options that has all flags that `command` takes (see `Flag.on`)."""
 
     def decorate(cls: type[AnyOptions]) -> type[AnyOptions]:
         for name in flags_on(command):
-            cls.__annotations__[name] = Any
-            setattr(cls, name, job_option(name))
+            if name not in cls.__annotations__:
+                cls.__annotations__[name] = Any
+                setattr(cls, name, job_option(name))
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return decorate
@@ -207,10 +210,8 @@ class PretrainOptions(SharedOptions):
             check_new_folder("--export", self.export)
 
     def _check_pipeline(self) -> None:
-        usual = {"init": "host"} | {
-            name: FLAGS[name].default for name in flags_on("pretrain") if not FLAGS[name].stages
-        }
-        for name, off in usual.items():
+        alone = [(name, FLAGS[name].default) for name in flags_on("pretrain") if not FLAGS[name].stages]
+        for name, off in (("init", "host"), *alone):
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r} with --pp {self.pp}, which it cannot be yet."

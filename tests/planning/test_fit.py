@@ -319,9 +319,9 @@ def test_stages_are_resharded_and_offloaded_where_that_is_asked_for():
     asked = {"gpus": 4, "gpu": "cpu", "seq_len": 64, "global_batch": 8, "micro_batch": 1, "loss": "model"}
     pinned = {"pp": 2, "schedule": "1f1b", "ac": "full", "dp_shard": 2, "tp": 1, "cp": 1, **asked}
     plain = fit(Text(2), **pinned).best
-    assert (plain.job.offload.mode, plain.layout.reshard_after_forward) == ("none", None)
+    assert (plain.job.offload.mode, plain.layout.fsdp.reshard_after_forward) == ("none", None)
     moved = fit(Text(2), offload="boundary", reshard_after_forward=[True], **pinned).best
-    assert (moved.job.offload.mode, moved.layout.reshard_after_forward) == ("boundary", True)
+    assert (moved.job.offload.mode, moved.layout.fsdp.reshard_after_forward) == ("boundary", True)
     assert moved.peak_bytes < plain.peak_bytes
     with pytest.raises(ValueError, match="beside pp: cpu_offload"):
         fit(Text(2), cpu_offload=True, **pinned)

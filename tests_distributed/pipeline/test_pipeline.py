@@ -204,7 +204,9 @@ def test_stages_that_are_sharded_replicated_or_split(
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
 def test_a_backward_in_two_after_resharding_is_refused(schedule: str) -> None:
     pp = PipelineParallel(2, schedule, microbatches=MICROBATCHES)
-    with pytest.raises(ValueError, match=r"reshard_after_forward is True with the schedule .* Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"FSDP2\(reshard_after_forward=True\) with the schedule .* Leave the option out"
+    ):
         Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=4)
     assert Job.of(FSDP2(reshard_after_forward=True), pp=pp, world_size=2).pp == pp, (
         "a rank for each stage shards nothing"

@@ -340,7 +340,7 @@ def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
         (
             {"world_size": 2, "strategy": FSDP2(cpu_offload=True), "gpu": "h100-80gb"},
             NotImplementedError,
-            "FSDP2.cpu_offload is not run without ranks",
+            r"strategy=FSDP2\(cpu_offload=True\) is not run without ranks",
         ),
         ({"world_size": 2, "devices": "cpu"}, TypeError, "have no keyword 'devices'"),
     ],

@@ -132,7 +132,7 @@ def _run_lines(rank, world_size, config, data, asked):
 def _check_lines(command, pasted, losses, asked):
     assert len(losses) == 2 and all(0 < loss < 10 for loss in [pasted, *losses]), (command, pasted, losses)
     if "reshard_after_forward" in asked:
-        assert "--reshard-after-forward no" in command and command.endswith("--cpu-offload")
+        assert "--reshard-after-forward no" in command and "--cpu-offload" in command
     if "plan" in asked.values():
         assert re.search(r"--ac [\d.]+[KMG]iB", command)
 

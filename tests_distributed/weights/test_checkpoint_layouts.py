@@ -316,7 +316,7 @@ def _refused_plans(rank: int, world_size: int) -> None:
     ]
     if world_size == 8:
         resharded = {"strategy": FSDP2(reshard_after_forward=2)}
-        cases = [(lambda: Packed(8), resharded, "reshard_after_forward cannot be a number")]
+        cases = [(lambda: Packed(8), resharded, "none of them can be left out after forward")]
     for block, options, problem in cases:
         model = SmallModel(block)
         before = dict(model.named_parameters())

@@ -24,7 +24,7 @@ from nemo_like.distributed.expert.exchange import Exchange, TensorRanks
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.shard import shard_unit
 from nemo_like.layers.structure import is_list_of_experts
-from nemo_like.options import FSDP2, ExpertParallel
+from nemo_like.options.parallel import FSDP2, ExpertParallel, unit_reshards
 from nemo_like.torch_compat import free_last_gather, grouped_mm, in_backward, root_mesh
 from nemo_like.transformers_compat import GATE, text_config
 
@@ -273,7 +273,7 @@ def shard_experts(
             mesh.fsdp,
             options,
             policy=policy,
-            reshard=options.reshards("experts"),
+            reshard=unit_reshards(options, "experts"),
             placement=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
             ignored_params=set(experts.shared.values()),
         )

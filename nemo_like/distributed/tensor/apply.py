@@ -30,7 +30,7 @@ from nemo_like.distributed.tensor.plan import (
 from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
-from nemo_like.options import FSDP2
+from nemo_like.options.parallel import FSDP2, ranks_between
 from nemo_like.precision import cast_of, rowwise_of
 from nemo_like.torch_compat import loss_is_parallel
 
@@ -137,7 +137,7 @@ def check_packed_weights(
         for weight in weights:
             if weight is None or weight.dim() != 2 or ranks == 1:
                 continue
-            if weight.shape[1] % ranks or fsdp.ranks_between:
+            if weight.shape[1] % ranks or ranks_between(fsdp):
                 raise ValueError(
                     f"{rule.fqn!r}, {tuple(weight.shape)}, is packed over tp (packed_colwise), so FSDP2 must shard its "
                     f"dim 1: {ranks} ranks must divide it, and none of them can be left out after forward. Choose "

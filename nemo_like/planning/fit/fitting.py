@@ -5,9 +5,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from nemo_like._util.log import quiet, say_once
@@ -16,19 +15,16 @@ from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert.split_experts import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
-from nemo_like.job import Job, Strategy
+from nemo_like.job import FixedKeywords, Job, Strategy
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
 from nemo_like.options import (
-    AllocatorConfig,
     CheckpointConfig,
     ChunkedLoss,
     ContextParallel,
     ExpertParallel,
     OffloadConfig,
     PipelineParallel,
-    PlanSearch,
-    StepSpec,
     TensorParallel,
 )
 from nemo_like.planning.devices import device_of, step_limit
@@ -47,7 +43,7 @@ Word = str | Sequence[str] | None
 Switch = bool | Sequence[bool] | None
 
 
-class FitKeywords(TypedDict, total=False):
+class FitKeywords(FixedKeywords, total=False):
     """Keywords of `fit`: pins (one value or several), and the fields of a `Job` that it does not choose."""
 
     dp_replicate: Number
@@ -75,16 +71,7 @@ class FitKeywords(TypedDict, total=False):
     balance: str | Sequence[int]
     host_memory: int | str | None
     strategy: Strategy
-    ac_scope: str | Sequence[str]
-    layers: str | nn.Module | Sequence[str | nn.Module] | None
     compile: Any
-    step: StepSpec | None
-    planned_tokens: int | None
-    device: str | torch.device | None
-    gpu: Any
-    world_size: int | None
-    allocator: AllocatorConfig | str | None
-    search: PlanSearch | None
 
 
 def fit(

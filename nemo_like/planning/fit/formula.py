@@ -34,6 +34,7 @@ from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import FSDP2, ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.parallel import in_stage, moves_state, unit_reshards
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
 from nemo_like.planning.fit.layouts import Layout
@@ -387,9 +388,9 @@ class _Columns:
         self.tokens = self.column([formula.share(layout).tokens for layout in layouts])
         self.chunked = self.row([way.loss == "chunked" for way in ways])
         self.moves = self.row([way.offload != "none" for way in ways])
-        self.there = self.row([way.fsdp.moves_state(self.device.kind) for way in ways])
-        stays = self.row([not way.fsdp.reshards("layer") for way in ways])
-        in_stage = self.row([not way.fsdp.in_stage().reshards("layer") for way in ways])
+        self.there = self.row([moves_state(way.fsdp, self.device.kind) for way in ways])
+        stays = self.row([not unit_reshards(way.fsdp, "layer") for way in ways])
+        in_stage = self.row([not unit_reshards(in_stage(way.fsdp), "layer") for way in ways])
         self.stays = stays | (in_stage & self.staged)  # Weights stay gathered after forward.
         self.last = self.row([way.sync == "last" for way in ways])
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)

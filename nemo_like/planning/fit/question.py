@@ -112,14 +112,14 @@ class Question:
 
     def _searched(self, flag: Flag) -> tuple[Any, ...]:
         """Return the values of an option of FSDP2 that are tried where none is given; a CPU's CPU memory is its own."""
-        left_out = flag.moves and (self.device.kind == "cpu" or self.lacks_host_rates)
-        return flag.searched[:1] if self.gpus == 1 or left_out else flag.searched
+        if self.gpus == 1 or (flag.moves and (self.device.kind == "cpu" or self.lacks_host_rates)):
+            return flag.searched[:1]
+        return flag.searched
 
     @property
     def lacks_host_rates(self) -> bool:
         """True if their state is left on the GPUs since the speed of an optimizer in CPU memory is not known."""
-        considered = self.gpus > 1 and MOVED not in self.pins
-        return considered and not self.device.knows_host_rates
+        return self.gpus > 1 and MOVED not in self.pins and not self.device.knows_host_rates
 
     def _check_sizes(self) -> None:
         """Refuse pins that contradict each other or the number of GPUs."""

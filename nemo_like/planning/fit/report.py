@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from nemo_like._util.console import flag
 from nemo_like._util.table import (
     ByteUnit,
     Column,
@@ -20,9 +21,10 @@ from nemo_like._util.table import (
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Plan, largest_group
+from nemo_like.flags import changed_flags, flags_on
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import ADAMW, ContextParallel, PipelineParallel, PlanSearch, Precision, StepSpec, dtype_word
+from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.options.flag import Flag
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.account import Explained, account_of
@@ -613,48 +615,25 @@ def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
 def recipe(report: FitReport, candidate: Candidate) -> str:
     """Return the command that trains with `candidate`."""
     layout, job = candidate.layout, candidate.job
+    optimizer = job.step.optimizer
     flags = {
-        "--model": report.model,
-        "--seq-len": report.question.seq_len,
-        "--global-batch": layout.sequences,
-        "--grad-accum": layout.grad_accum,
-        "--ac": candidate.ac,
-        "--precision": precision_word(job.precision),
+        "model": report.model,
+        "seq_len": report.question.seq_len,
+        "global_batch": layout.sequences,
+        "grad_accum": layout.grad_accum,
+        "ac": candidate.ac,
+        "precision": precision_word(job.precision),
     }
-    axes = {
-        "--dp-replicate": layout.dp_replicate,
-        "--tp": layout.tp,
-        "--cp": layout.cp,
-        "--ep": layout.ep,
-        "--pp": layout.pp,
-    }
-    flags |= {name: size for name, size in axes.items() if size > 1}
+    changed = changed_flags(Job(), job if optimizer in ADAMW else replace(job, step=StepSpec()))
+    flags |= {name: changed[name] for name in flags_on("pretrain") if name in changed.keys() - {*flags, "strategy"}}
     if layout.pp == 1 and layout.grad_accum > 1:
-        flags["--sync"] = job.step.sync
-    if layout.pp > 1:
-        flags["--pp-schedule"] = layout.schedule or PipelineParallel.schedule
-        if layout.stages_per_rank != job.pp.facts.default_per_rank:
-            flags["--stages-per-rank"] = layout.stages_per_rank
-    if job.cp != ContextParallel(job.cp.size):
-        flags["--cp-method"] = job.cp.method
-    if job.compile is not None:
-        flags["--compile"] = job.compile
-    if job.step.optimizer in ADAMW[1:]:
-        flags["--optimizer"] = job.step.optimizer
-    if job.loss is not None:
-        flags["--loss"] = "chunked"
-    if job.offload.mode != "none":
-        flags["--offload"] = job.offload.mode
-    for flag in SHARDING:
-        if (value := getattr(layout.fsdp, flag.name)) != flag.searched[0]:
-            flags[flag.word] = "" if flag.kind is bool else flag.write(value)
-    options = [f"{name} {value}".rstrip() for name, value in flags.items()]
+        flags["sync"] = job.step.sync
+    options = [f"{flag(name)} {'' if value is True else value}".rstrip() for name, value in flags.items()]
     if layout.tp > 1:
         options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
     hosts = -(-layout.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if layout.gpus == 1 else start
-    optimizer = job.step.optimizer
     note = "" if optimizer in ADAMW else f"  # it trains with AdamW, not {optimizer}"
     note += "  # it steps behind backward, not in it" * job.step.in_backward
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

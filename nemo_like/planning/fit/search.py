@@ -120,12 +120,11 @@ class Ranking:
         usual = all(
             flag.moves or flag.name in pins or getattr(way.fsdp, flag.name) == flag.searched[0] for flag in SHARDING
         )
-        moved = getattr(way.fsdp, MOVED)
         if staged:
             # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
             moves = way.offload != "none" and "offload" not in pins
-            return not moved and not moves and usual
-        return (sharded or usual) and (not moved or self.question.gpus > 1)
+            return not getattr(way.fsdp, MOVED) and not moves and usual
+        return (sharded or usual) and (not getattr(way.fsdp, MOVED) or self.question.gpus > 1)
 
     # --- estimates ------------------------------------------------------------------------------------------------
 
