@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nemo_like import Job, parallelize
 from nemo_like.distributed.first_rank import first_rank
@@ -17,6 +18,7 @@ from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.compiled_memory import CompiledBlock, compiled_memory
 from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events
 from tests.models import tiny
@@ -130,3 +132,19 @@ def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bo
         local_part(t).untyped_storage()._cdata: local_part(t).untyped_storage().nbytes() for t in node.saved_tensors
     }
     assert sum(size for storage, size in made.items() if storage not in old) == call.events.held
+
+
+def test_storages_that_one_kernel_reads_last_go_in_the_order_of_the_program() -> None:
+    """The order must not depend on addresses: the bytes that the allocator reserves would differ from run to run."""
+    products = 12
+
+    def forward(x: Tensor) -> list[Tensor]:
+        made = [x @ x for _ in range(products)]
+        return [sum(made[1:], made[0])]
+
+    backward = fx.Graph()
+    backward.output([])
+    graph = make_fx(forward, tracing_mode="fake")(torch.zeros(4, 4)).graph
+    block = CompiledBlock(graph, backward, outputs=1, with_gradient=(), wanted=(), places={}, fuses=True)
+    log = compiled_memory(block, around=False, accumulate=False).forward
+    assert [number for number, size in log if not size] == list(range(1, products + 2))
