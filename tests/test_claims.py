@@ -177,6 +177,12 @@ def test_a_flag_is_the_edits_that_the_page_has() -> None:
     assert "`--async-tp` is in three files" in steps
 
 
+@pytest.mark.parametrize(("option", "most"), [("reshard_after_forward", 8), ("cpu_offload", 10)])
+def test_an_option_is_named_in_few_files(option: str, most: int) -> None:
+    files = [path for path in (ROOT / "nemo_like").rglob("*.py") if re.search(rf"\b{option}\b", path.read_text())]
+    assert len(files) <= most, files
+
+
 # README
 
 

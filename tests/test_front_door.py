@@ -26,6 +26,7 @@ import nemo_like
 from nemo_like import Job, apply_activation_checkpointing, fit, flags, parallelize
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import forget_announcements
+from nemo_like._util.option_fields import Options
 from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.policy import TorchPolicy
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
@@ -36,6 +37,7 @@ from nemo_like.planning.fit.fitting import FitKeywords
 from nemo_like.planning.fit.question import PINS
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
+from nemo_like.recipes import options as recipe_options
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
 from tests.models.tiny import llama
 
@@ -378,7 +380,7 @@ def test_accumulation_counts_in_the_step_or_in_the_pipeline() -> None:
 
 @dataclass(frozen=True)
 class ToyOptions:
-    size: int = flagged(1, "plan pins", "memory", name="toys", kind=int, least=1)
+    size: int = flagged(1, "plan pins pretrain", "memory", name="toys", kind=int, least=1)
     """Toys that share a box. A box has a lid."""
 
 
@@ -388,8 +390,9 @@ class ToyJob:
 
 
 def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The field alone makes the option of a command, of a search, its help, its group, its check and its default."""
-    monkeypatch.setattr(flags, "FLAGS", {flag.name: flag for flag in flags._flags(ToyJob)})
+    """The field alone makes the option of a command, of a search and of a job, its help, its group and its check."""
+    for module in (flags, recipe_options):
+        monkeypatch.setattr(module, "FLAGS", {flag.name: flag for flag in flags._flags(ToyJob)})
     assert flags.flags_on("plan") == flags.flags_on("pins") == ("toys",)
     parser, search = HelpParser(), HelpParser()
     flags.add_flags(parser, ["toys"])
@@ -399,6 +402,10 @@ def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "memory:\n  --toys N    toys that share a box (default: 1)" in parser.format_help()
     with pytest.raises(ValueError, match=r"--toys is 0; it must be a finite number >= 1"):
         flags.check_flag("toys", 0)
+    options = recipe_options.options_of("pretrain")(type("ToyRecipe", (Options,), {"__annotations__": {}}))
+    assert options(toys=3).toys == 3 and options().toys == 1
+    with pytest.raises(ValueError, match="--toys is 0"):
+        options(toys=0)
 
 
 def test_the_part_of_a_job_is_read_of_its_flag() -> None:
