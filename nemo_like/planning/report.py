@@ -239,15 +239,16 @@ class PlanReport:
             explain: also report the parts of the peak, and the meanings of the columns.
         """
         table, unit = self.table(), self._unit()
-        first = f"{self.answer}\n{self.verdict()}".strip()
-        lines = ["\n".join([first, *([f"Paste: {self.call()}"] if self.best is not None else []), *self._better()])]
+        paste = "" if self.best is None else f"Paste: {self.call()}"
+        lines = ["\n".join(line for line in (self.answer, self.verdict(), paste, *self._better()) if line)]
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         outside = self.outside.words() if explain or row.need.bytes >= 0.9 * self.limit else ""
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
-        lines.append(table.with_note(f"{unit.name} of one device, predicted.", width))
-        if self.what_if:
-            lines.append(self.what_if_table().text(width))
-        lines.append(paragraph(accuracy_words(), width))
+        lines += [
+            table.with_note(self.outside.note(unit, self.limit), width),
+            self.what_if_table().text(width) if self.what_if else "",
+            paragraph(accuracy_words(), width),
+        ]
         if explain:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
         return "\n\n".join(line for line in lines if line)

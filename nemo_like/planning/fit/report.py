@@ -517,12 +517,14 @@ class FitReport:
         if not self.candidates:
             return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
         table = self.table()
-        train = f"\nTrain: {recipe(self, self.best)}" if self.lora is None else ""
-        lines = [f"{self.verdict()}\nPaste: {self.call()}{train}" + (f"\n{paste}" if paste else "")]
+        train = f"Train: {recipe(self, self.best)}" if self.lora is None else ""
+        lines = ["\n".join(line for line in (self.verdict(), f"Paste: {self.call()}", train, paste) if line)]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
-        lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
+        lines.append(
+            table.with_note(self.best.outside.note(self._unit(), self.question.limit_of(self.best.job)), width)
+        )
         if explain is not None and explain <= len(self.candidates):
             chosen = self.candidates[explain - 1]
             lines.append(f"Number {explain}:\n{chosen.explanation()}")

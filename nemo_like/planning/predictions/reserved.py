@@ -74,12 +74,17 @@ class Outside:
         if self.fraction is None:
             return ""
         unit = ByteUnit.for_sizes([self.total])
-        parts = ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
         return (
-            f"Of the GPU's {byte_word(self.memory)}, {unit.word(self.total)} are outside of torch's "
-            f"allocator ({parts}); torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves them room. By "
-            f"default {100 * MARGIN:.0f} % stay free, because predictions are off; --memory changes it."
+            f"Of the GPU's {byte_word(self.memory)}, {unit.word(self.total)} are outside of torch's allocator ("
+            + ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
+            + f"); torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves them room. By default "
+            f"{100 * MARGIN:.0f} % stay free, because predictions are off; --memory changes it."
         )
+
+    def note(self, unit: ByteUnit, limit: int) -> str:
+        """Return the note below a table of sizes in `unit`: of which memory, and the bytes of it that may be reserved."""
+        bound = f"; {unit.number(limit)} of {unit.number(self.memory)} may be reserved (--memory)" if self.total else ""
+        return f"{unit.name} of one device, predicted{bound}."
 
 
 def outside_of(job: Job, device: Device) -> Outside:
