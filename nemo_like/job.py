@@ -112,7 +112,11 @@ class Job:
     with what only it has (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = flagged(
-        "selective", "pretrain finetune", "memory", values=" | ".join(AC_STRATEGIES), write=lambda ac: ac.mode
+        "selective",
+        "pretrain finetune",
+        "memory",
+        values=" | ".join(AC_STRATEGIES),
+        write=lambda ac: getattr(ac, "mode", ac),
     )
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
