@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before torch is imported."""
+    """Raise ValueError for options that can be refused before torch is imported."""
     if not (args.calibrate and args.model is None):
         for name in ("model", "gpus"):
             if getattr(args, name) is None:
@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """Return the line that is printed before torch is imported; nothing of what `run` refuses."""
+    """Return the line that is printed before torch is imported; empty where `run` refuses the options."""
     if args.calibrate:
         return "Measuring this device ..."
     if args.model is None or args.gpus is None:
@@ -203,7 +203,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raise for a file that could not be written after the search, and for what the search would not read."""
+    """Raise for a file that could not be written after the search, and for options that the search would not read."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_settings_to(args)

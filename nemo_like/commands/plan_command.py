@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     for reason in report.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
     if interrupted:
-        raise KeyboardInterrupt  # what was found by then is printed and written
+        raise KeyboardInterrupt  # the rows found by then are printed and written
     return 0 if report.best is not None and not report.unmet else 1
 
 
@@ -227,7 +227,7 @@ def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, samp
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise for what would only be found after planning: files, sizes, and options that nothing reads."""
+    """Raise for errors that would only show after planning: files, sizes, and options that nothing reads."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_settings_to(args)

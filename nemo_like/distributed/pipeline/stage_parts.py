@@ -238,7 +238,7 @@ class _UseWatch(TorchDispatchMode):
 
 
 # A model in stages that a function of the caller's makes (``PipelineParallel(split=...)``): checked, and run on fake
-# tensors for the tensors that stages send each other.
+# tensors to learn the shapes and dtypes of the tensors that stages send each other.
 
 Split = Callable[[nn.Module, int, int], nn.Module]
 _ARGUMENT = "PipelineParallel.split"

@@ -61,7 +61,7 @@ class Question:
     global_batch: int | None = None  # Sequences of a step over all GPUs.
     # Allowed values by name out of `PINS`; other names are free.
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # The caller's job, for what its options have besides what is searched; None: nothing.
+    # The caller's job, for the fields of its options that are not searched; None: nothing.
     asked: Job | None = None
     # True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the
     # allocator.
