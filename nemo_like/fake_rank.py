@@ -129,7 +129,7 @@ def dry_run(
     if not isinstance(job, Job):
         raise TypeError(f"job is {job!r}; it must be a Job: Job.of(ac='full', world_size=8).")
     if sample_input is None:
-        raise ValueError("sample_input is None; give what one micro-batch of one rank gives to the model.")
+        raise ValueError("sample_input is None; give the model's arguments for one micro-batch of one rank.")
     model = _model(model_or_config)
     gpu = resolve_device("cpu" if job.gpu is None else job.gpu)
     job = replace(job, world_size=job.ranks, gpu=gpu, device=torch.device("cpu"))  # where the fake tensors are
@@ -169,7 +169,7 @@ def dry_run(
         levels = run(shortened)
         off = None if levels is None else max(level.total for level in levels.values()) - (planned.peak_bytes or 0)
         if off is None or abs(off) > SAME:
-            say_once("Few layers do not tell what all of them take (another peak than the plan's): all layers run.")
+            say_once("Few layers do not tell the bytes of all (another peak than the plan's): all layers run.")
             levels = None
     levels = run(_Shortened()) if levels is None else levels
     assert levels is not None  # all layers are there

@@ -541,7 +541,7 @@ def _tensor_options_need_ranks(job: Job) -> str | None:
 def _async_tp_is_compiled(job: Job) -> str | None:
     if job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor":
         return (
-            f"TensorParallel.asynchronous is True and compile is {job.compile!r}: Inductor is what overlaps collectives "
+            f"TensorParallel.asynchronous is True and compile is {job.compile!r}: only Inductor overlaps collectives "
             "with matmuls. Use compile='inductor', or asynchronous=False."
         )
     return None
@@ -591,7 +591,7 @@ def _split_is_the_callers(job: Job) -> str | None:
             "no plan is made for those; a mode such as 'selective' is",
         ),
         ("ac is a plan", _is_plan(job.ac), "no plan is made for those; a mode such as 'selective' is"),
-        (f"cp is {job.cp.size}", job.cp.size > 1, "what they send is not cut along the sequence"),
+        (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
     ]
     for what, is_asked, reason in reasons:
         if is_asked:

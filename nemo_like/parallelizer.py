@@ -293,7 +293,7 @@ def parallelize(
     check_agreement(model, job, mesh)
     if job.param_dtype is torch.float16:
         warn_once(
-            "precision is fp16, whose gradients lose what is smaller than 6e-8: scale the loss with torch.amp.GradScaler, "
+            "precision is fp16, whose gradients lose values below 6e-8: scale the loss with torch.amp.GradScaler, "
             "or use precision='bf16'."
         )
     if _comes_in_split(model):
@@ -561,8 +561,8 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
     check_autocast(model, job.param_dtype)
     if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put what trains "
-            "into the model, or use strategy='single'."
+            "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put the ones "
+            "to train into the model, or use strategy='single'."
         )
     if mesh is not None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(

@@ -45,7 +45,10 @@ def add_arguments(parser: HelpParser) -> None:
         default=[],
         help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
     )
-    add("--memory", help="what a step may take (default: all but 5 %% and what is outside of torch's allocator)")
+    add(
+        "--memory",
+        help="bytes that a step may take (default: all but 5 %% and the memory outside of torch's allocator)",
+    )
     add(
         "--calibrate-from",
         metavar="LOG",
@@ -54,7 +57,7 @@ def add_arguments(parser: HelpParser) -> None:
     )
     add("--ran-with", metavar="AC", help="checkpointing of that run: none, selective, full or a budget")
     add("--gpu-file", metavar="PATH", help="write the corrected GPU here, for --gpu (default: measured.json)")
-    add("--explain", action="store_true", help="also print the parts of the peak, and what the columns mean")
+    add("--explain", action="store_true", help="also print the parts of the peak, and the meaning of the columns")
     add(
         "--no-what-if",
         dest="what_if",

@@ -205,8 +205,8 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
     """Return the keywords that a trainer calls its model with for a batch. The model does not run."""
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"A plan needs what the model is called with, and a batch of {type(trainer).__name__} is a "
-            f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
+            f"A plan needs the model's arguments, and a batch of {type(trainer).__name__} is a "
+            f"{type(batch).__name__}, of which it makes them later. Pass ac_sample_input= to the trainer."
         )
     seen, model = dict[str, Any](), trainer.model
 

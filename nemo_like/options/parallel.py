@@ -267,8 +267,8 @@ class TensorParallel(Axis):
             check_bool(f"TensorParallel.{name}", getattr(self, name))
         if self.asynchronous and not self.sequence_parallel:
             raise ValueError(
-                "TensorParallel.asynchronous is True without sequence_parallel, and gathers and reduce-scatters of "
-                "sequences are what it overlaps with matmuls. Set sequence_parallel=True too."
+                "TensorParallel.asynchronous is True without sequence_parallel, and it overlaps gathers and "
+                "reduce-scatters of sequences with matmuls. Set sequence_parallel=True too."
             )
 
     @property

@@ -85,7 +85,7 @@ class PretrainOptions(SharedOptions):
         "library)",
     )
     tokenizer: str = option(
-        "bytes", "what a token is: bytes | bpe, byte pairs learned from the text (tokenizers)", choices=("bytes", "bpe")
+        "bytes", "kind of token: bytes | bpe, byte pairs learned from the text (tokenizers)", choices=("bytes", "bpe")
     )
     vocab_size: int = option(
         1024,
@@ -338,7 +338,7 @@ class FinetuneOptions(SharedOptions):
         "bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"), group="training"
     )
     seq_len: int = option(
-        1024, "longest sample, in tokens; what is longer is cut at its end", tokens, least=1, trainer="max_length"
+        1024, "longest sample, in tokens; longer ones are cut at their end", tokens, least=1, trainer="max_length"
     )
     pack: bool = option(
         False,

@@ -201,8 +201,8 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
             if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
                 raise ValueError(
                     f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known "
-                    f"what part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in the "
-                    "plan, or leave sequence_parallel off."
+                    f"which part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in "
+                    "the plan, or leave sequence_parallel off."
                 )
         in_layer = _owners(layer, rules)
         owners |= in_layer

@@ -356,7 +356,7 @@ def _tokens(model: nn.Module, seq_len: int, name: str = "") -> Callable[[int], A
     if config is None:
         raise ValueError(
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
-            "sequences that returns what the model is called with; on the command line, have module:function return "
+            "sequences that returns the model's arguments; on the command line, have module:function return "
             "(model, sample)."
         )
     check_positions(config, "The search", seq_len, name or type(model).__name__)

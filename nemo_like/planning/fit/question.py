@@ -284,7 +284,7 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     read: dict[str, tuple[Any, ...]] = {}
     for name, value in pins.items():
         if name not in PINS:
-            raise ValueError(f"{name!r} can't be pinned; what can: {', '.join(PINS)}." + did_you_mean(name, PINS))
+            raise ValueError(f"{name!r} can't be pinned; these can: {', '.join(PINS)}." + did_you_mean(name, PINS))
         if value is None:
             continue
         several = isinstance(value, Collection) and not isinstance(value, str)

@@ -445,9 +445,9 @@ class FitReport:
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         limit = self.question.limit_of(near.job)
         return (
-            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
-            + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
+            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: the "
+            f"configuration that needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), "
+            f"bound by {self.binds}." + (f" Changes that would help: {'; '.join(self.helps)}." if self.helps else "")
         )
 
     @property
