@@ -66,12 +66,12 @@ SAME = 256  # Bytes: numbers and counters of a step, which a plan does not have 
 
 @dataclass(frozen=True)
 class DryRun:
-    """The bytes of a step of one rank: parameters, gradients, optimizer state, activations, what FSDP2 gathers and
-    reduces, and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the
-    first step."""
+    """The bytes of a step of one rank: parameters, gradients, optimizer state, activations, FSDP2's buffers of
+    gathers and reductions, and a pipeline's receive buffers. Not counted: buffers and the batch, which are there before
+    the first step."""
 
     moments: Mapping[StepMoment, Level]
-    """The most bytes alive in each moment of the step, in order, and by what they are
+    """The most bytes alive in each moment of the step, in order, and by part
     (`nemo_like.planning.memory_model.storage_ledger.PARTS`)."""
     against: int | None
     """The bytes that the planner predicts for the same rank of the same job, by the same rules; None where no plan is made
@@ -95,7 +95,7 @@ class DryRun:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of the peak by what they are."""
+        """Bytes of the peak by part."""
         return {part: size for part, size in self.peak[1].parts.items() if size}
 
 
@@ -108,19 +108,20 @@ def dry_run(
 
     Args:
         model_or_config: an original model on any device, `meta` included, of which a copy runs; or a transformers config.
-        job: what runs, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come to, by
-            ``ExpertParallel.imbalance``.
-        sample_input: what one micro-batch of one rank gives to the model. With ``pp``, a step has
+        job: the job to run, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come
+            to, by ``ExpertParallel.imbalance``.
+        sample_input: the model's arguments for one micro-batch of one rank. With ``pp``, a step has
             ``PipelineParallel.microbatches`` of them.
         rank: which of them this process plays.
         layers: how many layers of each stretch of equal ones run, 5 or more (periods, where several kinds alternate). The
-            others add what their neighbours add, event by event. Where two neighbours differ, or the peak is another than
-            the plan's, all run, which is logged. None, with ``pp``, and where no plan is made: all run.
+            others add the bytes of their neighbours, event by event. Where two neighbours differ, or the peak is
+            another than the plan's, all run, which is logged. None, with ``pp``, and where no plan is made: all run.
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
-        NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading
-            (FSDP2 with the state of a GPU in CPU memory, too), a step with an optimizer that torch does not bring.
+        NotImplementedError: a job that cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation,
+            offloading (FSDP2 with the state of a GPU in CPU memory, too), a step with an optimizer that torch does not
+            bring.
 
     >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
     >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
@@ -128,7 +129,7 @@ def dry_run(
     if not isinstance(job, Job):
         raise TypeError(f"job is {job!r}; it must be a Job: Job.of(ac='full', world_size=8).")
     if sample_input is None:
-        raise ValueError("sample_input is None; give what one micro-batch of one rank gives to the model.")
+        raise ValueError("sample_input is None; give the model's arguments for one micro-batch of one rank.")
     model = _model(model_or_config)
     gpu = resolve_device("cpu" if job.gpu is None else job.gpu)
     job = replace(job, world_size=job.ranks, gpu=gpu, device=torch.device("cpu"))  # where the fake tensors are
@@ -140,7 +141,7 @@ def dry_run(
         raise ValueError(f"rank is {rank}, and the job has {job.ranks}: 0 to {job.ranks - 1}.")
     is_whole = job.pp.size > 1 or job.ac_scope == "all"
     planned_for = job if is_whole else replace(job, layers=tuple(layer.fqn for layer in layers_for(model, job)[1]))
-    try:  # here, where no rank waits for what another one plans
+    try:  # here, where no rank waits for the plan of another one
         planned = plan_rank(model, sample_input, planned_for, rank)
     except ValueError as error:
         if isinstance(job.ac, MemoryBudget):
@@ -150,7 +151,7 @@ def dry_run(
     job = replace(job, ac=planned.job.ac)
 
     def run(shortened: _Shortened) -> dict[StepMoment, Level] | None:
-        # Without what the first step of a real job compares, by values.
+        # Without the checks in the first step of a real job, which compare values.
         with (
             unsaid(),
             _environment({"NEMO_LIKE_VERIFY": "0"}),
@@ -168,7 +169,7 @@ def dry_run(
         levels = run(shortened)
         off = None if levels is None else max(level.total for level in levels.values()) - (planned.peak_bytes or 0)
         if off is None or abs(off) > SAME:
-            say_once("Few layers do not tell what all of them take (another peak than the plan's): all layers run.")
+            say_once("Few layers do not tell the bytes of all (another peak than the plan's): all layers run.")
             levels = None
     levels = run(_Shortened()) if levels is None else levels
     assert levels is not None  # all layers are there
@@ -190,14 +191,14 @@ def _model(model_or_config: object) -> nn.Module:
 class _Shortened:
     """A model with fewer of the layers that repeat."""
 
-    # By the name of a layer that is left out, what it returns.
+    # By the name of a layer that is left out, the kind whose outputs it returns.
     kinds: Mapping[str, BlockKind] = field(default_factory=dict)
     # For each stretch, periods that are left out, and names of the layers of the periods around the gap.
     gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
 
 
 def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
-    """Return what to leave out of a model, so that `kept` periods of each stretch of equal ones are run."""
+    """Return the layers to leave out of a model, so that `kept` periods of each stretch of equal ones are run."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
         say_once("A layer is called several times in one forward: all layers run.")
@@ -281,9 +282,9 @@ def _stretch(
     averaged: Mapping[torch.Tensor, torch.Tensor],
     ledger: StorageLedger,
 ) -> Stretch:
-    """Return what is known of a stretch of layers when a step begins. `averaged`: weights, by their parameters."""
+    """Return a stretch of layers as it is when a step begins. `averaged`: weights, by their parameters."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    # What one optimizer makes for all of them is there for those that are left out, too.
+    # Tensors that one optimizer makes for all parameters are there for those that are left out, too.
     groups = optimizers[0].param_groups if len(optimizers) == 1 else []
     trained = [parameter for group in groups for parameter in group["params"]]
     here = [parameter for name in around[1] for parameter in layers[name].parameters()]
@@ -310,7 +311,7 @@ def _loop(
     ledger: StorageLedger,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[], None]:
-    """Forward and backward of a step as in `loop`. `around`: what they run in."""
+    """Forward and backward of a step as in `loop`. `around`: the context that they run in."""
     kept: list[Any] = []
 
     def go() -> None:
@@ -347,13 +348,13 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
 
 
 def refuse_dry_run(job: Job) -> None:
-    """Raise NotImplementedError, which names it, where `job` has what cannot be run in one process on fake tensors."""
+    """Raise NotImplementedError, which names it, where `job` has an option that cannot be run on fake tensors."""
     refused = {
         "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
         "strategy='ddp'": isinstance(job.strategy, DDP),
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
-        # What is in CPU memory would count as the GPU's: both are the CPU's fake tensors.
+        # State in CPU memory would count as the GPU's: both are the CPU's fake tensors.
         f"strategy={as_code(job.strategy)}": job.fsdp is not None and moves_state(job.fsdp, device_of(job).kind),
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
     }
@@ -377,7 +378,7 @@ class _Sent:
 
 @contextmanager
 def _sends_hold() -> Iterator[None]:
-    """Within it, what a pipeline's stage sends lives as long as the work of sending it."""
+    """Within it, a tensor that a pipeline's stage sends lives as long as the work of sending it."""
     isend = dist.isend
 
     def held(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

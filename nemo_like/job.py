@@ -1,4 +1,4 @@
-"""`Job`: what was asked, read and checked once, and the same for everything that runs or predicts it.
+"""`Job`: a caller's options, read and checked once, and the same for everything that runs or predicts it.
 
 A `Job` holds no model. `parallelize`, the planner, `fit`, the commands, the recipes and the integrations make one and hand
 it on, so that two of them cannot answer two different questions. `RULES` lists the combinations that make no sense.
@@ -109,7 +109,7 @@ class Job:
 
     strategy: FSDP2 | DDP | Single = flagged(FSDP2(), "pretrain", default="fsdp2", choices=STRATEGIES)
     """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
-    with what only it has (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
+    with its own options (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = flagged(
         "selective",
@@ -188,7 +188,7 @@ class Job:
         write=lambda offload: offload.mode,
     )
     """Tensors that wait in CPU memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these
-    and what checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
+    and the tensors that checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
     """The training loop that a prediction counts with. A `StepSpec` has micro-batches, a loss outside of the model,
     whether the output is dropped before backward, and the optimizer. Default: ``out = model(**batch);
@@ -310,7 +310,7 @@ class Job:
 
     @property
     def chunks(self) -> ChunkedLoss | None:
-        """`loss` with what it is compiled by: as the layers are, unless it has its own setting."""
+        """`loss` with its compiler: that of the layers, unless it has its own setting."""
         if self.loss is None or self.loss.compile is not None:
             return self.loss
         return replace(self.loss, compile=self.compile)
@@ -345,11 +345,11 @@ class Job:
         """Return the line of Python that makes this job.
 
         Args:
-            model, sample: what the line calls the model and its sample input.
+            model, sample: names of the model and its sample input in the line.
             plan: the file that the line loads, where `ac` is a `Plan`.
 
-        What only predictions read (`gpu`, `world_size`, `allocator`) is not in the line: the launcher and the environment
-        write it where the line runs.
+        Fields that only predictions read (`gpu`, `world_size`, `allocator`) are not in the line: the launcher and the
+        environment set them where the line runs.
         """
         words = [f"{name}={text}" for name, text in self.words(plan).items()]
         if sample is not None:
@@ -358,8 +358,8 @@ class Job:
         return f"{made} = parallelize({', '.join([model, *words])})"
 
     def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
-        """Return `strategy`, `ac` and what differs from the defaults, as code by keyword; `machine`: also what only
-        predictions read."""
+        """Return `strategy`, `ac` and the fields that differ from the defaults, as code by keyword; `machine`: also
+        those that only predictions read."""
         words: dict[str, str] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -402,7 +402,7 @@ def _read_ac(ac: object) -> CheckpointConfig | MemoryBudget | Plan:
 
 
 def _read_names(names: Any) -> Any:
-    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. What is neither is named later."""
+    """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. Others are refused later."""
     return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
@@ -421,7 +421,7 @@ def _read_device(device: Any) -> torch.device | None:
         raise ValueError(f"device is {device!r}; write it like 'cpu', 'cuda' or 'cuda:1'.") from error
 
 
-# Functions that make the value of a field of what a caller writes. A value of the right class stays as
+# Functions that make the value of a field of the caller's value. A value of the right class stays as
 # it is, and so does a `Plan`.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "strategy": parse_strategy,
@@ -442,7 +442,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "search": PlanSearch.of,
 }
 
-# Keywords of other libraries, and what is written here.
+# Keywords of other libraries, and those to write here.
 _ELSEWHERE = {
     "activation_checkpointing": "ac='selective'",
     "gradient_checkpointing": "ac='full'",
@@ -457,7 +457,7 @@ _ELSEWHERE = {
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
 
 
-# --- what cannot be combined -------------------------------------------------------------------------------------------
+# --- combinations that are refused -----------------------------------------------------------------------------------
 
 
 def _word(job: Job) -> str:
@@ -545,7 +545,7 @@ def _tensor_options_need_ranks(job: Job) -> str | None:
 def _async_tp_is_compiled(job: Job) -> str | None:
     if job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor":
         return (
-            f"TensorParallel.asynchronous is True and compile is {job.compile!r}: Inductor is what overlaps collectives "
+            f"TensorParallel.asynchronous is True and compile is {job.compile!r}: only Inductor overlaps collectives "
             "with matmuls. Use compile='inductor', or asynchronous=False."
         )
     return None
@@ -595,7 +595,7 @@ def _split_is_the_callers(job: Job) -> str | None:
             "no plan is made for those; a mode such as 'selective' is",
         ),
         ("ac is a plan", _is_plan(job.ac), "no plan is made for those; a mode such as 'selective' is"),
-        (f"cp is {job.cp.size}", job.cp.size > 1, "what they send is not cut along the sequence"),
+        (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
     ]
     for what, is_asked, reason in reasons:
         if is_asked:
@@ -656,14 +656,14 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _resharding_divides_the_shards,
     _update_in_backward_is_whole,
 )
-"""Rules on what cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
+"""Rules on options that cannot be combined, whatever the model: each returns an error's message, or None."""
 
 
 # --- values as code ----------------------------------------------------------------------------------------------------
 
 
 def as_code(value: object, read: Callable[[Any], Any] | None = None) -> str:
-    """Return the shortest Python that means `value`: a word that `read` makes it of, else its class with what differs.
+    """Return the shortest Python that means `value`: a word for `read`, else its class with the fields that differ.
 
     >>> as_code(TensorParallel(4), TensorParallel.of), as_code(TensorParallel(4, loss_parallel=True), TensorParallel.of)
     ('4', 'TensorParallel(size=4, loss_parallel=True)')

@@ -1,7 +1,7 @@
 """`parallelize`: one call from an original model to a sharded, checkpointed, compiled one.
 
 `parallelize` reads the job and the ranks; `_make_ready` has the order of the steps, for a model or for one stage of a
-pipeline, and `_check` what is checked before the first of them.
+pipeline, and `_check` the checks before the first of them.
 """
 
 from __future__ import annotations
@@ -267,10 +267,10 @@ def parallelize(
             ``distributed_config``, stays so, and is checkpointed.
         mesh: a mesh that a framework built, with axes out of ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; default:
             made from the launcher's environment.
-        sample_input: what one step of one rank gives to the model, as keywords, positions or one tensor; needed by
+        sample_input: the model's arguments in one step of one rank, as keywords, positions or one tensor; needed by
             budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
-            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that what
-            fails once it is split is refused here.
+            ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that a
+            model that fails once it is split is refused here.
         FIELDS
         optimizer: the optimizer that a budget counts, short for ``step=StepSpec(optimizer=...)``; default: ``"adamw"``.
 
@@ -293,7 +293,7 @@ def parallelize(
     check_agreement(model, job, mesh)
     if job.param_dtype is torch.float16:
         warn_once(
-            "precision is fp16, whose gradients lose what is smaller than 6e-8: scale the loss with torch.amp.GradScaler, "
+            "precision is fp16, whose gradients lose values below 6e-8: scale the loss with torch.amp.GradScaler, "
             "or use precision='bf16'."
         )
     if _comes_in_split(model):
@@ -385,7 +385,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
 def _check(
     model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object
 ) -> tuple[Job, Sequence[Layer], tuple[Experts, ...], list[CheckpointSpec]]:
-    """Return the job with its plan, the layers, the experts to split and what to checkpoint; raise what cannot be."""
+    """Return the job with its plan, the layers, the experts to split and the regions to checkpoint, or raise."""
     ranks = mesh if job.fsdp is not None else None
     experts: tuple[Experts, ...] = ()
     layers, chosen = layers_for(model, job)
@@ -404,7 +404,7 @@ def _check(
         check_packed_weights(model, ranks, job.tp.plan, whole, job.fsdp)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, layers, call_of(model))
-    if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from what was tried
+    if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from a tried model
         from nemo_like.distributed.first_rank import try_split  # which no other job needs
 
         try_split(model, job, layers, whole, sample_input)
@@ -561,8 +561,8 @@ def _check_whole_model(model: nn.Module, mesh: DeviceMesh | None, job: Job) -> N
     check_autocast(model, job.param_dtype)
     if mesh is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put what trains "
-            "into the model, or use strategy='single'."
+            "strategy='ddp' averages the gradients of parameters, and no parameter of this model trains. Put the ones "
+            "to train into the model, or use strategy='single'."
         )
     if mesh is not None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(

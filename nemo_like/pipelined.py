@@ -106,7 +106,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     if sample_input is None:
         raise ValueError(
             "pp needs sample_input=, one micro-batch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
-            "shows which parameters run before and after the layers, and the shape of what stages send."
+            "shows which parameters run before and after the layers, and the shape of the tensors that stages send."
         )
     layers_found, _ = layers_for(model, job)
     _refuse(model, layers_found, job.pp)
@@ -172,8 +172,8 @@ def _refuse(model: nn.Module, layers: Any, pp: PipelineParallel) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and pp.split is None:
         raise ValueError(
-            f"pp cannot cut {kind}: encoder and decoder are two chains. Define with PipelineParallel(split=...) what each "
-            "stage is, or use strategy='fsdp2' with tp."
+            f"pp cannot cut {kind}: encoder and decoder are two chains. Define each stage with "
+            "PipelineParallel(split=...), or use strategy='fsdp2' with tp."
         )
     if getattr(config, "output_router_logits", False):
         raise ValueError(

@@ -102,8 +102,8 @@ def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: object) 
     _refuse_plan_through_cache(model, budget)
     if sample_input is None:
         raise ValueError(
-            f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, what one step of "
-            "one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+            f"ac is {budget}, a memory budget: bytes depend on batch and sequence. Pass sample_input=, the model's "
+            "arguments in one step of one rank, such as {'input_ids': ..., 'labels': ...}."
         )
     if (sharded := _sharded(model)) is not None:
         raise ValueError(

@@ -409,7 +409,7 @@ def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -
         f"{type(module).__name__} was called while its weights, or those of a part, were sharded: FSDP2 gathers them "
         "for the forward of the whole model, and a layer's for that of the layer. For another method, call "
         "torch.distributed.fsdp.register_fsdp_forward_method(model, 'encode') after parallelize. Where a layer uses "
-        "weights of another, name what holds both: parallelize(..., layers=[...])."
+        "weights of another, name the module that holds both: parallelize(..., layers=[...])."
     )
     if "FSDP2 gathers them" not in str(error):
         error.args = (f"{advice} ({error})",)

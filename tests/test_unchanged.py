@@ -172,7 +172,7 @@ ON_A_PLAIN_DECODER: dict[str, Refused] = {
     "tokens of a chunk": (lambda: dict(loss=ChunkedLoss(chunk_tokens=0)), "chunk_tokens is 0"),
     "loss that fails": (
         lambda: dict(ac="50%", sample_input=IDS, step=StepSpec(loss_fn=lambda out: {}["loss"])),
-        r"StepSpec\.loss_fn failed on what the model returns .*: KeyError: 'loss'",
+        r"StepSpec\.loss_fn failed on the model's output .*: KeyError: 'loss'",
     ),
     "step": (dict(step=4), "^step is 4; it must be a StepSpec"),
     "optimizer": (dict(optimizer="adamm"), "^optimizer is 'adamm'; it must be one of adamw, .*Did you mean 'adamw'"),
@@ -199,8 +199,8 @@ ON_A_PLAIN_DECODER: dict[str, Refused] = {
     # offload
     "offload": (dict(offload="disk"), r"^OffloadConfig\.mode is 'disk'; it must be one of none, boundary, saved, all"),
     "offload: number": (dict(offload=3), "^offload is 3, an int; it must be an OffloadConfig, or one of none, boundary"),
-    "offload saved of nothing": (dict(offload="saved", ac="none"), "^offload='saved' moves what .*and ac is 'none'"),
-    "offload config of nothing": (dict(offload=OffloadConfig("saved"), ac="none"), "^offload='saved' moves what"),
+    "offload saved of nothing": (dict(offload="saved", ac="none"), "^offload='saved' moves tensors .*and ac is 'none'"),
+    "offload config of nothing": (dict(offload=OffloadConfig("saved"), ac="none"), "^offload='saved' moves tensors"),
     "pin_memory": (
         lambda: dict(offload=OffloadConfig(pin_memory="no")), r"OffloadConfig\.pin_memory is 'no'; it must be True or"
     ),

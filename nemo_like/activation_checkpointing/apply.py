@@ -141,7 +141,8 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
             if not isinstance(spec.transfer, Placement):
                 raise TypeError(
                     f"The region of {spec.members[0]} has policy=None and {type(spec.transfer).__name__} as transfer, which "
-                    "moves what a policy keeps, and not what a module saves. Give it an Offloader, or a policy."
+                    "moves the tensors that a policy keeps, not those that a module saves. Give it an Offloader, or a "
+                    "policy."
                 )
             continue
         if spec.use_reentrant and compile:

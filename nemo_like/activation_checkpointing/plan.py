@@ -133,8 +133,8 @@ class Plan:
         if device_type != self.traced_for:
             warn_once(
                 f"This plan was traced for {self.traced_for} ({self.device}), and the model runs on {device_type}, where "
-                "other operators do some of the work (attention, dropout, norms). Gradients are the same; but what the plan "
-                "keeps of an operator that does not run is computed again, and its bytes and its peak do not hold. Make "
+                "other operators do some of the work (attention, dropout, norms). Gradients are the same; but results "
+                "of operators that do not run are computed again, and the plan's bytes and peak do not hold. Make "
                 f"the plan for {device_type} (device=)."
             )
 
@@ -312,7 +312,7 @@ GROUPS: Mapping[str, tuple[Part, ...]] = {
     ACTIVATIONS: OF_LAYERS,
     HEAD: OF_HEAD,
     "activations of micro-batches in flight": (Part.MICROBATCHES_IN_FLIGHT,),
-    "what stages send and receive": (Part.RECEIVE_BUFFERS, Part.SENT_TENSORS),
+    "tensors that stages send and receive": (Part.RECEIVE_BUFFERS, Part.SENT_TENSORS),
 }
 """Parts by the options that would lower them."""
 

@@ -416,6 +416,6 @@ def _refuse_nested(model: nn.Module) -> None:
             raise ValueError(
                 f"PyTorch's checkpoint_wrapper was put around or into {name or 'the model'} after nemo_like had "
                 "checkpointed it (accelerate does that for fsdp_activation_checkpointing: true, and for "
-                "FullyShardedDataParallelPlugin(activation_checkpointing=True)): two wrappers nest, and what ac= keeps "
+                "FullyShardedDataParallelPlugin(activation_checkpointing=True)): two wrappers nest, and ac= "
                 "would have no effect. Switch that off, or use ac='none'."
             )

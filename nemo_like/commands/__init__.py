@@ -19,8 +19,8 @@ GROUPS = {
         "gpus": "list the GPUs that --gpu knows by name, with their memory and speeds",
     },
     "measure": {
-        "profile": "measure what each layer of a model saves for backward and how long it takes, and what to recompute for "
-        "a budget",
+        "profile": "measure the bytes that each layer of a model saves for backward and its time, and find the layers "
+        "to recompute for a budget",
         "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
     },
     "train": JOBS,

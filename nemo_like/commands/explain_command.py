@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "file",
         nargs="?",
-        help="what torch.cuda.memory._dump_snapshot wrote, also gzipped, or a text with an out-of-memory message (-: "
-        "standard input)",
+        help="a snapshot of torch.cuda.memory._dump_snapshot, also gzipped, or a text with an out-of-memory message "
+        "(-: standard input)",
     )
     add("--used", help="memory in use by nvidia-smi (71GiB): with a file, or with --model alone")
     add("--device", type=int, metavar="N", help="the number of the GPU (default: the one with most)")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
         refuse_unread(args, ["device", "strip"], "it is of a file.")
     elif args.file != "-" and not Path(args.file).is_file():
-        raise ValueError(f"{args.file!r} is not a file. Give what torch.cuda.memory._dump_snapshot wrote, or a log.")
+        raise ValueError(f"{args.file!r} is not a file. Give a snapshot of torch.cuda.memory._dump_snapshot, or a log.")
     if args.strip:
         if args.file == "-":
             raise ValueError("--strip writes a snapshot without names. Give the file of one.")

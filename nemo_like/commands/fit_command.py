@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add(
         "--memory",
-        help="what a step may take on each GPU (default: all but 5 %% and what is outside of torch's allocator)",
+        help="bytes that a step may take on each GPU (default: all but 5 %% and the memory outside of torch's "
+        "allocator)",
     )
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--lora", type=int, metavar="RANK", help=LORA)
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         type=_words,
         group="training",
-        help="what to compute in (default: bf16 on CUDA); bf16,fp32: either",
+        help="dtype to compute in (default: bf16 on CUDA); bf16,fp32: either",
     )
     add(
         "--optimizer",
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile",
         type=_words,
         group="training",
-        help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
+        help=f"compiler of each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
     )
     add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
     add("--count", type=int, default=8, help="configurations to print (default: %(default)s)")
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibrate",
         action="store_true",
-        help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else",
+        help="first measure the speeds of the device at hand, and keep them for later plans; alone: nothing else",
     )
     add_settings(parser)
     add("--as", dest="paste_as", choices=("trainer",), help="also print the best as arguments of transformers.Trainer")
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what can be refused before torch is imported."""
+    """Raise ValueError for options that can be refused before torch is imported."""
     if not (args.calibrate and args.model is None):
         for name in ("model", "gpus"):
             if getattr(args, name) is None:
@@ -99,7 +100,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """Return the line that is printed before torch is imported; nothing of what `run` refuses."""
+    """Return the line that is printed before torch is imported; empty where `run` refuses the options."""
     if args.calibrate:
         return "Measuring this device ..."
     if args.model is None or args.gpus is None:
@@ -203,7 +204,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raise for a file that could not be written after the search, and for what the search would not read."""
+    """Raise for a file that could not be written after the search, and for options that the search would not read."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_settings_to(args)

@@ -45,7 +45,10 @@ def add_arguments(parser: HelpParser) -> None:
         default=[],
         help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
     )
-    add("--memory", help="what a step may take (default: all but 5 %% and what is outside of torch's allocator)")
+    add(
+        "--memory",
+        help="bytes that a step may take (default: all but 5 %% and the memory outside of torch's allocator)",
+    )
     add(
         "--calibrate-from",
         metavar="LOG",
@@ -54,7 +57,7 @@ def add_arguments(parser: HelpParser) -> None:
     )
     add("--ran-with", metavar="AC", help="checkpointing of that run: none, selective, full or a budget")
     add("--gpu-file", metavar="PATH", help="write the corrected GPU here, for --gpu (default: measured.json)")
-    add("--explain", action="store_true", help="also print the parts of the peak, and what the columns mean")
+    add("--explain", action="store_true", help="also print the parts of the peak, and the meaning of the columns")
     add(
         "--no-what-if",
         dest="what_if",
@@ -139,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     for reason in report.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
     if interrupted:
-        raise KeyboardInterrupt  # what was found by then is printed and written
+        raise KeyboardInterrupt  # the rows found by then are printed and written
     return 0 if report.best is not None and not report.unmet else 1
 
 
@@ -227,7 +230,7 @@ def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, samp
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise for what would only be found after planning: files, sizes, and options that nothing reads."""
+    """Raise for errors that would only show after planning: files, sizes, and options that nothing reads."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_settings_to(args)

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise
     except (RuntimeError, TypeError, IndexError) as error:
         raise ValueError(
-            f"a step of {args.model} failed on the sample input ({describe(*split_sample(sample))}): {error}. Give what it "
-            "takes with --seq-len and --batch-size, or --input-shape."
+            f"a step of {args.model} failed on the sample input ({describe(*split_sample(sample))}): {error}. Give its "
+            "input with --seq-len and --batch-size, or --input-shape."
         ) from error
     width = None if args.wide else screen_width()
     write_text(args.json, report.to_json())

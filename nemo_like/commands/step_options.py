@@ -56,7 +56,7 @@ def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None
     add(
         "--audio-seconds",
         type=float,
-        help="of a sound per sequence, for a model that takes some (default: what its config "
+        help="of a sound per sequence, for a model that takes some (default: as many as its config "
         "has positions for, or 30); 0: none",
     )
     add("--vocab-size", type=int, help=VOCAB_SIZE)

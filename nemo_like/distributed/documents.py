@@ -145,7 +145,7 @@ class PackedCalls:
             if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
                 raise ValueError(
                     f"This call states with {name} where documents begin, and with an attention_mask of another form than "
-                    "(B, S) what each token sees: leave one of the two out."
+                    "(B, S) which tokens each token sees: leave one of the two out."
                 )
             self._announced = True
             numbers = numbers_from_lengths(arguments[name], batch, length)

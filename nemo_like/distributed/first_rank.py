@@ -145,7 +145,8 @@ def try_tensor_parallel(
         raise ValueError(
             f"tp={options.size} cannot split this {type(base_model(model)).__name__} by its plan: its forward runs with "
             f"whole weights and fails with a part of them ({in_place(error)}). Give TensorParallel a plan= that leaves "
-            f"whole what fails, {'leave sequence_parallel off, ' if options.sequence_parallel else ''}or use tp=1."
+            f"the failing module whole, {'leave sequence_parallel off, ' if options.sequence_parallel else ''}or use "
+            "tp=1."
         ) from error
 
 

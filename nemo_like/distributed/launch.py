@@ -107,7 +107,7 @@ def checked_device(device: str | torch.device) -> torch.device:
         if (place.index or 0) >= count:
             raise ValueError(
                 f"device is {str(device)!r}, and torch sees {count} {place.type.upper()} device(s) here. Leave device out "
-                f"to take what there is, or install a build of torch for {place.type.upper()}."
+                f"to take the device at hand, or install a build of torch for {place.type.upper()}."
             )
     return place
 

@@ -94,7 +94,7 @@ class LayerOrder:
         if way == "backward" and torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True was asked of a backward through a model that FSDP2 shards: it frees the weights that the "
-                "second backward needs, and does not reduce what that gives. Compute a gradient penalty with "
+                "second backward needs, and does not reduce its gradients. Compute a gradient penalty with "
                 "strategy='ddp' or 'single'."
             )
         if way == "forward":
@@ -190,9 +190,9 @@ def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
     differing = " and ".join(f"{words} on {ranks_in_words(numbers)}" for words, numbers in events.items())
     return RuntimeError(
         f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "
-        "together. Run the same layers everywhere: draw what is skipped from a generator with the same seed on every "
-        "rank, or run the layer and multiply its output by 0. Where the end of backward comes first on a rank, the input "
-        "of its first layer requires no gradient there, and does on the others."
+        "together. Run the same layers everywhere: draw the skipped layers from a generator with the same seed on "
+        "every rank, or run the layer and multiply its output by 0. Where the end of backward comes first on a rank, "
+        "the input of its first layer requires no gradient there, and does on the others."
     )
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 over a model's layers: what is gathered together, when it is freed again, what is fetched ahead."""
+"""FSDP2 over a model's layers: the units that are gathered together, freed again, and fetched ahead."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -48,8 +48,8 @@ def shard_layers(
             they are; layers inside them are theirs.
         layers: its repeated blocks in the order in which they run: modules, or objects with ``.module`` and
             ``.group`` (`nemo_like.layers.Layer`). A block inside a checkpoint wrapper is sharded with its wrapper: the
-            gather and the cast to the compute dtype are outside of what is recomputed, so that recomputation sees what
-            forward saw and gathers nothing again. A block that is listed twice is one unit.
+            gather and the cast to the compute dtype are outside of the recomputed code, so that recomputation sees
+            the tensors that forward saw and gathers nothing again. A block that is listed twice is one unit.
         mesh: axes as in `nemo_like.distributed.mesh`; FSDP shards over ``dp_shard`` (with ``cp`` folded in) and
             replicates over ``dp_replicate``.
         mp_policy: torch's policy. Its `output_dtype` is used on the root only: on a layer it would make every
@@ -114,7 +114,7 @@ def shard_layers(
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
     inside = {module for unit in plan.layers for top in unit.modules for module in every_module(top)}
     holders = [module for module in every_module(model) if module not in inside and module._parameters]
-    for module in dict.fromkeys([model, *holders]):  # the model, and what has weights of its own outside of its layers
+    for module in dict.fromkeys([model, *holders]):  # the model, and owners of weights outside of its layers
         module.register_forward_hook(explain_sharded_weights, always_call=True)
         if policy.param_dtype is not None and policy.cast_forward_inputs and type(module) in _OF_ONE_DTYPE:
             module.register_forward_pre_hook(cast_as_weight)
@@ -157,7 +157,7 @@ def shard_unit(
     """Make `modules` one unit of FSDP2 on the ranks of `mesh`: the one call of `fully_shard`.
 
     Args:
-        modules: what is gathered together.
+        modules: those that are gathered together.
         mesh: the axes to shard over and to replicate over.
         options: CPU offload.
         policy: dtypes of this unit.
@@ -207,7 +207,7 @@ def check_sharding(
     apart: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
 ) -> UnitPlan:
-    """Return the plan of what `shard_layers` would do with the same arguments, or raise its error. Changes nothing."""
+    """Return the plan that `shard_layers` would make with the same arguments, or raise its error. Changes nothing."""
     validate_mesh(mesh)
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)

@@ -130,7 +130,7 @@ def _lines(explanation: Explanation) -> Iterable[str]:
         yield from (*comparison.layers, *filter(None, [paragraph(comparison.refusal, _WIDTH)]))
     if explanation.cures:
         lower = ((cure.change, _mib(cure.peak_after - peak), _mib(cure.peak_after)) for cure in explanation.cures)
-        yield _table("what else lowers the peak", "MiB", "peak", rows=lower)
+        yield _table("changes that lower the peak", "MiB", "peak", rows=lower)
     yield from explanation.notes
 
 

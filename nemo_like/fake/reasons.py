@@ -37,7 +37,7 @@ def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractCont
         otherwise=lambda error: (
             f"The forward pass of {type(model).__name__} failed on the sample input ({reason}), run on "
             f"tensors without values: {in_a_line(error)}. Give what one step of one rank gives to the "
-            f"model; if that is what this is, the model {aim.cannot}. {aim.instead}"
+            f"model; if this is such an input, the model {aim.cannot}. {aim.instead}"
         ),
     )
 

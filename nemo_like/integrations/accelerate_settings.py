@@ -17,7 +17,7 @@ class AccelerateSettings:
     # It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``).
     checkpoints: bool = False
     compiler: str | None = None  # The back end that it compiles with (``dynamo_backend``); None: it does not.
-    # It compiles each layer, and what is outside the layers, instead of the whole model.
+    # It compiles each layer, and the modules outside the layers, instead of the whole model.
     by_regions: bool = False
     # ``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under.
     precision: str | None = None
@@ -26,7 +26,7 @@ class AccelerateSettings:
 
 
 def accelerate_settings() -> AccelerateSettings:
-    """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
+    """Return the settings of this process's `Accelerator`; the defaults before one is made, or without accelerate."""
     try:
         module = importlib.import_module("accelerate.state")
     except ImportError:

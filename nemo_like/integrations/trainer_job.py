@@ -27,7 +27,7 @@ _FEW_ROWS = 2000  # Rows of a data set without columns that are all made, to mea
 
 
 def job_of_trainer(trainer: Any, **asked: Any) -> Job:
-    """Return the job that a trainer runs: what it and accelerate do, and what `asked` adds.
+    """Return the job that a trainer runs: by its settings, those of accelerate, and `asked`.
 
     Args:
         trainer: as its constructor leaves it.
@@ -117,7 +117,7 @@ def reference_bytes(trainer: Any) -> int:
 
 
 def without_reference(trainer: Any, budget: MemoryBudget, device: Device) -> MemoryBudget:
-    """Return what a budget leaves to the model that trains.
+    """Return the part of a budget that is left to the model that trains.
 
     Raises:
         ValueError: the reference model takes all of it.
@@ -205,8 +205,8 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
     """Return the keywords that a trainer calls its model with for a batch. The model does not run."""
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"A plan needs what the model is called with, and a batch of {type(trainer).__name__} is a "
-            f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
+            f"A plan needs the model's arguments, and a batch of {type(trainer).__name__} is a "
+            f"{type(batch).__name__}, of which it makes them later. Pass ac_sample_input= to the trainer."
         )
     seen, model = dict[str, Any](), trainer.model
 

@@ -75,7 +75,7 @@ class CheckpointingArguments:
     )
     offload: str = field(
         default="none",
-        metadata={"help": "what waits in CPU memory: none, boundary, saved, all; ActivationOffloadingMixin"},
+        metadata={"help": "tensors that wait in CPU memory: none, boundary, saved, all; ActivationOffloadingMixin"},
     )
     check_memory: bool | None = field(
         default=None,
@@ -117,7 +117,7 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
     if accelerate_settings().checkpoints:
         raise ValueError(
             "accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model: two wrappers "
-            "would nest, and what ac= keeps would have no effect. Set fsdp_activation_checkpointing: false, or ac='none'."
+            "would nest, and ac= would have no effect. Set fsdp_activation_checkpointing: false, or ac='none'."
         )
 
 

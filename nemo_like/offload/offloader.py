@@ -370,8 +370,8 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
 
 
 _NOTHING_SAVED = (
-    "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out: no layer is "
-    "checkpointed. Use ac='selective' (or another mode), or offload='all'."
+    "offload='saved' moves tensors that activation checkpointing keeps, and ac is 'none' or leaves every layer out: no "
+    "layer is checkpointed. Use ac='selective' (or another mode), or offload='all'."
 )
 
 

@@ -19,7 +19,7 @@ from nemo_like.torch_compat import base_of
 PARAMETER = "a parameter, or a view of one"
 BUFFER = "a buffer of the model"
 AUTOCAST = "autocast's copy of a weight"
-LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
+LAST_LAYER = "where backward starts (the last layer, or layers left out, and the code after them)"
 NOT_ASKED = "not a layer's input"
 ON_HOST = "on the host already"
 SMALL = "smaller than min_bytes"

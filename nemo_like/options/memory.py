@@ -126,7 +126,7 @@ class AllocatorConfig:
                 )
             if name == "backend" and value != "native":
                 raise ValueError(
-                    f"backend:{value} is another allocator than torch's own: what it reserves is not known."
+                    f"backend:{value} is another allocator than torch's own: the bytes it reserves are not known."
                 )
             if name == "expandable_segments":
                 settings[name] = value == "True"

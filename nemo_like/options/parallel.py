@@ -50,7 +50,7 @@ def reshard_word(value: bool | int | None) -> str:
 
 @dataclass(frozen=True)
 class FSDP2:
-    """FSDP2 with what only it has. Usable as ``strategy=`` of `nemo_like.parallelize`; ``"fsdp2"`` means the defaults.
+    """FSDP2 with its own options. Usable as ``strategy=`` of `nemo_like.parallelize`; ``"fsdp2"`` means the defaults.
 
     >>> FSDP2(reshard_after_forward=False).forward_prefetch
     1
@@ -84,9 +84,9 @@ class FSDP2:
     runs the encoder and another does not."""
 
     ends: str = "apart"
-    """Units of what is around the layers. ``apart``: the embedding has one, the last norm and the head another. ``root``:
-    all of it is one unit, gathered from the beginning of a step to its end, as in a loop that calls `fully_shard` for the
-    layers and then for the model."""
+    """Units of the modules around the layers. ``apart``: the embedding has one, the last norm and the head another.
+    ``root``: all are one unit, gathered from the beginning of a step to its end, as in a loop that calls `fully_shard`
+    for the layers and then for the model."""
 
     timeout_seconds: float | None = None
     """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
@@ -180,7 +180,7 @@ def undivided_shards(fsdp: FSDP2, ranks: int) -> str | None:
 
 @dataclass(frozen=True)
 class DDP:
-    """`DistributedDataParallel` with what only it has. Usable as ``strategy=``; ``"ddp"`` means the defaults.
+    """`DistributedDataParallel` with its own options. Usable as ``strategy=``; ``"ddp"`` means the defaults.
 
     >>> DDP(find_unused_parameters=True).bucket_cap_mb is None
     True
@@ -215,7 +215,7 @@ def _check_timeout(seconds: object) -> None:
 
 
 def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
-    """Return what ``strategy=`` means: the object, or the defaults of the word ``fsdp2``, ``ddp`` or ``single``.
+    """Return the object for ``strategy=``: itself, or the defaults of the word ``fsdp2``, ``ddp`` or ``single``.
 
     Raises:
         ValueError: an unknown word.
@@ -267,8 +267,8 @@ class TensorParallel(Axis):
             check_bool(f"TensorParallel.{name}", getattr(self, name))
         if self.asynchronous and not self.sequence_parallel:
             raise ValueError(
-                "TensorParallel.asynchronous is True without sequence_parallel, and gathers and reduce-scatters of "
-                "sequences are what it overlaps with matmuls. Set sequence_parallel=True too."
+                "TensorParallel.asynchronous is True without sequence_parallel, and it overlaps gathers and "
+                "reduce-scatters of sequences with matmuls. Set sequence_parallel=True too."
             )
 
     @property
@@ -395,11 +395,11 @@ class Precision:
         "their dtype.",
     )
     """The dtype to reduce gradients in (FSDP2). None: float32 where `param_dtype` is given, because gradients of many
-    ranks are summed, and a 16-bit sum loses what a 16-bit product does not; else that of the gradients."""
+    ranks are summed, and a 16-bit sum loses bits that a 16-bit product keeps; else that of the gradients."""
     output_dtype: torch.dtype | str | None = None
     """The dtype of the model's floating-point outputs; None: as they come."""
     cast_forward_inputs: bool = True
-    """FSDP2: cast what a unit's forward is called with to `param_dtype`."""
+    """FSDP2: cast the arguments of a unit's forward to `param_dtype`."""
     matmuls: str | None = None
     """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row;
     ``"fp8-gather"``: as ``"fp8"``, and FSDP2 gathers their weights in float8, too (all by torchao, extra ``fp8``). None: as
@@ -416,7 +416,7 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
-        """Return what ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object.
+        """Return the object for ``precision=``: a dtype to compute in (or its name), torch's policy, or the object.
         ``"fp8"``, ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
 
         Raises:
@@ -462,7 +462,7 @@ class OffloadConfig:
     """Offloading of saved activations to CPU memory, within these limits."""
 
     mode: str = "saved"
-    """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
+    """``none`` | ``boundary`` (layer inputs) | ``saved`` (the policy's tensors) | ``all`` (every activation)."""
     min_bytes: int = 1 << 20
     """Smaller storages stay on the device, bytes."""
     max_inflight_bytes: int = 1 << 30
@@ -486,7 +486,7 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, offload: OffloadConfig | str | None, default: str = "none") -> OffloadConfig:
-        """Return what ``offload=`` means: a config, its mode, or None (the mode `default`).
+        """Return the object for ``offload=``: a config, its mode, or None (the mode `default`).
 
         Raises:
             ValueError: an unknown mode.

@@ -220,7 +220,7 @@ class PipelineParallel(Axis):
             )
         if self.balance != "time":
             raise ValueError(
-                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines what each stage gets. "
+                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines each stage. "
                 "Leave one of them out."
             )
 

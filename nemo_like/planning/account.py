@@ -273,7 +273,7 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
     memory = stage.optimizer
     states: Counter[str] = Counter()
     for param, sizes in zip(sharding.trained, memory.states):
-        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(sizes)
+        states[f"{name}, of layers" if param.in_layer else f"{name}, of modules around them"] += sum(sizes)
     return {
         Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
         Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
@@ -297,9 +297,9 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
     rows = []
     for what, size in (
         ("its inputs", held),
-        ("what it kept", kept),
+        ("the tensors it kept", kept),
         ("gradients of its output", memory.bytes_of(memory.output_grads.values())),
-        ("what it runs again, makes on the way, and its gradients", left),
+        ("recomputed tensors, temporaries and gradients", left),
     ):
         rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))
         left -= min(size, left)

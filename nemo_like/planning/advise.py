@@ -27,7 +27,7 @@ class Change:
 
 
 def changes(job: Job) -> Iterator[Change]:
-    """Yield single changes of `job` that may lower what a rank needs, and change no result."""
+    """Yield single changes of `job` that may lower the bytes that a rank needs, and change no result."""
     fsdp, step = job.fsdp, job.step
     if isinstance(job.ac, CheckpointConfig) and job.ac.mode not in ("full", "submodule", "sequential"):
         yield _change(job, job.change(ac="full"))
@@ -90,7 +90,7 @@ def saving(words: str, saved: int) -> str:
 def helping(now: int, limit: int, tried: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
     """Return the changes that make a job fit that needs the bytes `now`, and the changes that are not enough alone.
 
-    Each is given with the bytes that it saves; `tried` and what is left out: as in `lowering`.
+    Each is given with the bytes that it saves; `tried` and the changes left out: as in `lowering`.
 
     Args:
         limit: bytes that fit.
@@ -109,7 +109,7 @@ def in_words(fitting: Iterable[str], lowering: Iterable[str]) -> list[str]:
 def where_memory_runs_out(
     ways: Callable[[], list[str]], otherwise: str, told: Callable[[RuntimeError, list[str]], RuntimeError]
 ) -> Iterator[None]:
-    """Raise the error that `told` makes, where memory runs out inside, of that error and of what `ways` returns.
+    """Raise the error that `told` makes, where memory runs out inside, of that error and of the lines of `ways`.
 
     otherwise: in the place of `ways` where no plan can be made, with the reason for ``{}``.
     """
@@ -119,7 +119,7 @@ def where_memory_runs_out(
         if not is_out_of_memory(error):
             raise
         try:
-            with without_dispatch_modes():  # what a caller's mode counts is the step, not its plan
+            with without_dispatch_modes():  # a caller's mode counts the step, not its plan
                 lines = ways()
         except (ValueError, TypeError, RuntimeError) as problem:
             lines = [otherwise.format(problem)]

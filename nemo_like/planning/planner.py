@@ -240,7 +240,7 @@ def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> J
     if sample_input is None:
         raise ValueError(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
-            "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
+            "the model's arguments in one step of one rank, such as {'input_ids': ..., 'labels': ...}."
         )
     return job_to_plan
 

@@ -105,7 +105,7 @@ class Traced:
         )
 
     def cut(self, job: Job) -> StageParts:
-        """Return what is before, in and after the layers; it is determined once.
+        """Return the parts before, in and after the layers; they are determined once.
 
         Raises:
             ValueError: the model cannot be cut.
@@ -290,7 +290,7 @@ class Stage:
         received: bool = False,
         halves: bool = False,
     ) -> list[LayerCall]:
-        """Return what each layer call allocates and frees, and what it saves.
+        """Return the tensors that each layer call allocates, frees and saves.
 
         Args:
             choices: one for each.
@@ -344,7 +344,7 @@ class Stage:
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Return the bytes of each call that ``offload=`` moves to the host: of regions, and of all layers but the last.
 
-        What a layer without a region saves is counted as staying, also with ``"all"``.
+        The tensors that a layer without a region saves are counted as staying, also with ``"all"``.
         """
         inputs = (self.part.problems[call.kind].trace.input_bytes for call in self.part.traced.calls)
         return [size * moves + sum(others) for size, (moves, others) in zip(inputs, self._copies(choices))]
@@ -407,7 +407,7 @@ class PlanQuery:
         return Traced(model, sample_input, job.layers, **how).query(job)
 
     def under(self, job: Job) -> PlanQuery:
-        """Return the query of another job on the same model and input; only what it runs differently is traced again.
+        """Return the query of another job on the same model and input; only parts that differ in it are traced again.
 
         Raises:
             ValueError: as `Traced.query`.

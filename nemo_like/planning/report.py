@@ -357,9 +357,10 @@ class PlanReport:
 # Share of the time of the fastest row that a change must be below, to be named: predictions are off by more.
 _FASTER = 0.99
 _MEANINGS = (
-    "saved: activations that wait for backward, on the rank that peaks highest. reserved: what CUDA's caching allocator "
-    "takes for all tensors, by a model of it; it decides what fits. recompute: FLOPs that backward runs again, as a "
-    "share of a forward. slower: the whole step against ac='none'. ms: of one optimizer step; tokens/s: of one device.",
+    "saved: activations that wait for backward, on the rank that peaks highest. reserved: bytes that CUDA's caching "
+    "allocator takes for all tensors, by a model of it; these must fit. recompute: FLOPs that backward runs again, as "
+    "a share of a forward. slower: the whole step against ac='none'. ms: of one optimizer step; tokens/s: of one "
+    "device.",
     "Seconds are a roofline by the device's sourced rates, with the collectives that nothing hides.",
 )
 

@@ -51,7 +51,7 @@ class UnitBytes:
     cut_last: bool
     reshard: bool  # True where it is freed after forward.
     stack: str = ""  # Name of the stack that a layer is in. Layers of one stack gather each other ahead.
-    # Bytes of its shard in the dtype of forward: as much as what is gathered where one rank holds all of it.
+    # Bytes of its shard in the dtype of forward: as many as are gathered where one rank holds all of it.
     shard_gathered: int = 0
     each_shard: tuple[int, ...] = ()  # `shard` by parameter.
     each_gathered: tuple[int, ...] = ()  # `gathered` by parameter.
@@ -86,7 +86,7 @@ class Sharding:
     prefetch: tuple[int, int]  # Numbers of units fetched ahead in forward and in backward.
     tail_names: frozenset[str]
     embedding_names: frozenset[str] = frozenset()
-    # True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces.
+    # True where its collectives are gloo's, which copies the buffer that it gathers into and the gradients it reduces.
     gloo: bool = False
     padding: int = 0  # Bytes of `params` that no parameter uses, because the ranks do not divide it.
     # Unit of the experts inside a layer, where these are split, by the layer's name.
@@ -154,7 +154,7 @@ class Sharding:
 
 
 class ParameterForms:
-    """A model's parameters by what decides their bytes, whatever the number of ranks: thousands have a dozen forms.
+    """A model's parameters by the facts that decide their bytes on any number of ranks: thousands have a dozen forms.
 
     Args:
         model, layers: the model whose they are, and its layers.
@@ -212,7 +212,7 @@ class ParameterForms:
                 self.experts[name] = tuple(map(self.form, weights))
 
     def content(self) -> Hashable:
-        """Return what tells these parameters from others: equal where all bytes are."""
+        """Return a key of these parameters: equal where all bytes are."""
         sizes = tuple(self._forms), tuple(self.units.values()), tuple(self.trains), tuple(self.experts.items())
         return sizes, self.names, self.tail_names, self.embedding_names
 
@@ -314,7 +314,7 @@ def sharding_of(
         gloo=gloo,
         alone=alone,
         replicas=replicas,
-        # Where no option sets what to fetch, FSDP2 itself fetches one unit ahead in backward.
+        # Where no option sets the units to fetch, FSDP2 itself fetches one ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_names=forms.tail_names,
         embedding_names=forms.embedding_names,
@@ -349,7 +349,7 @@ def _unit(
         shard=0 if host else sum(stored),
         host_shard=sum(stored) if host else 0,
         gathered=sum(n * size for n, size in compute) * ranks,
-        # What is gathered from CPU memory is copied to the device first.
+        # Shards in CPU memory are copied to the device before the gather.
         gather_input=sum(n * size for n, size in compute) if host or casts else 0,
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),

@@ -34,7 +34,7 @@ def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
 
     def told(error: RuntimeError, ways: list[str]) -> MemoryRanOutError:
         reason = str(error).strip().splitlines()[0]
-        return MemoryRanOutError(f"Memory ran out: {reason} What lowers the peak: {'; '.join(ways)}.")
+        return MemoryRanOutError(f"Memory ran out: {reason} Changes that lower the peak: {'; '.join(ways)}.")
 
     return where_memory_runs_out(
         step.ways_out, "no plan can be made of this model ({}); try --ac full and a larger --grad-accum", told
@@ -53,7 +53,7 @@ class PlannedStep:
     def query(self, options: PretrainOptions) -> PlanQuery:
         """Return the query for the bytes that a rank needs."""
         if self.ranks.pp > 1:
-            raise ValueError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
+            raise ValueError("nemo-like plan --pp predicts the peaks of a pipeline's stages")
         device = self.device or device_at_hand(self.ranks.device.type)
         return PlanQuery.from_model(
             self.source.build("meta", torch.float32),

@@ -50,7 +50,7 @@ class TrainerArguments(CheckpointingArguments, trl.SFTConfig):  # type: ignore[n
 
 
 class Trainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
-    """TRL's trainer, with checkpointing, offloading and what keeps a step within memory."""
+    """TRL's trainer, with checkpointing, offloading and the checks that keep a step within memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,21 +186,21 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
     except ValueError as error:
         way_out = " Or give --train-on all, or samples with prompt and completion."
         raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
-    except Exception as error:  # a chat template is a program: it raises what it likes
+    except Exception as error:  # a chat template is a program: it raises any error
         reason = " ".join(str(error).split())
         raise ValueError(f"--data is {options.data!r}, which TRL cannot prepare: {reason}") from error
 
 
 def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
-    """Return the model, with what trains chosen, and the adapters to put into it."""
+    """Return the model, with the parameters that train chosen, and the adapters to put into it."""
     half = options.precision == "bfloat16"
     if options.qlora:
         require("bitsandbytes", "qlora", "for --qlora")
-        stored = torch.bfloat16 if half else torch.float32  # FSDP2 shards only what has the dtype of the rest
+        stored = torch.bfloat16 if half else torch.float32  # FSDP2 shards only parameters of one dtype
         how["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=stored, bnb_4bit_quant_storage=stored
         )
-    # What trains is float32, which the optimizer works on; what is frozen has the dtype to compute in.
+    # Trained parameters are float32, which the optimizer works on; frozen ones have the dtype to compute in.
     dtype = torch.bfloat16 if half and options.lora else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **how)
     if not options.lora:
@@ -253,14 +253,14 @@ def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, An
 
 
 def save_result(trainer: Any, options: FinetuneOptions) -> None:
-    """Write what was trained, whole, to ``OUTPUT/adapter`` or ``OUTPUT/model``. A collective."""
+    """Write the trained weights, whole, to ``OUTPUT/adapter`` or ``OUTPUT/model``. A collective."""
     state, output = trainer.accelerator.get_state_dict(trainer.model), Path(options.output)
     if not trainer.is_world_process_zero():
         return
     how, tokenizer = {"trust_remote_code": options.trust_remote_code}, trainer.processing_class
     stored = None if options.lora else transformers.AutoConfig.from_pretrained(options.model, **how).dtype
     model, folder = trainer.accelerator.unwrap_model(trainer.model), output / ("adapter" if options.lora else "model")
-    model.config.use_cache = True  # what training switched off
+    model.config.use_cache = True  # training switched it off
 
     def write(target: Path) -> None:
         if stored is None:

@@ -1,4 +1,4 @@
-"""Options of both jobs: what can be given, what is refused, and the job that follows."""
+"""Options of both jobs: their flags, their checks, and the job that follows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEEDS = {
 
 
 def job_option(name: str, default: object = None, **more: Any) -> Any:
-    """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `more`: other than there."""
+    """An `option` that is a field of the job, by its entry in `FLAGS`; `default`, `more`: other than there."""
     known = FLAGS[name]
     part, _, inside = known.field.partition(".")
     facts = {
@@ -85,7 +85,7 @@ class PretrainOptions(SharedOptions):
         "library)",
     )
     tokenizer: str = option(
-        "bytes", "what a token is: bytes | bpe, byte pairs learned from the text (tokenizers)", choices=("bytes", "bpe")
+        "bytes", "kind of token: bytes | bpe, byte pairs learned from the text (tokenizers)", choices=("bytes", "bpe")
     )
     vocab_size: int = option(
         1024,
@@ -223,7 +223,7 @@ class PretrainOptions(SharedOptions):
         except ValueError as error:
             raise ValueError(f"--pp, --pp-schedule and --grad-accum: {error}") from error
 
-    # --- what follows from them ---------------------------------------------------------------------------------------
+    # --- facts that follow from them ----------------------------------------------------------------------------------
 
     def on(self, device_type: str) -> Self:
         """Return the options of a run on such a device: on an accelerator AdamW is fused, unless another form is named.
@@ -338,7 +338,7 @@ class FinetuneOptions(SharedOptions):
         "bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"), group="training"
     )
     seq_len: int = option(
-        1024, "longest sample, in tokens; what is longer is cut at its end", tokens, least=1, trainer="max_length"
+        1024, "longest sample, in tokens; longer ones are cut at their end", tokens, least=1, trainer="max_length"
     )
     pack: bool = option(
         False,

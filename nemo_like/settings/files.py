@@ -26,9 +26,9 @@ class Settings:
 
     framework: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of a flag, and of what ``plan`` takes, such as ``seq_len``."""
+    """By the name of a flag, or of another option of ``plan``, such as ``seq_len``."""
     not_understood: tuple[str, ...] = ()
-    """``key = value`` of what no flag has."""
+    """``key = value`` of keys without a flag."""
 
 
 def read_settings(path: str | Path) -> Settings:
@@ -59,7 +59,7 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
-    """Write `job` to a file and return what its format can't state.
+    """Write `job` to a file and return the options that its format can't state.
 
     ``.toml``: torchtitan's; ``.yaml``: accelerate's; ``.json``: arguments of transformers.Trainer.
 
@@ -79,7 +79,7 @@ def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
 
 
 def settings_of(table: Format, job: Job, **more: Any) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Return the tables of a file for `job`, and what its format can't state; see `write_settings`."""
+    """Return the tables of a file for `job`, and the options that its format can't state; see `write_settings`."""
     values = _values(job) | {name: value for name, value in more.items() if value not in (None, False)}
     for name in ("precision", "reduce_dtype"):
         values.setdefault(name, values.get("dtype", "fp32"))

@@ -34,7 +34,7 @@ class Format:
     implied: Mapping[str, Any] = field(default_factory=dict)
     # Regular expressions of other spellings of a key, with the one in `keys`.
     renamed: tuple[tuple[str, str], ...] = ()
-    # Sets what several keys decide together, and returns what was not understood.
+    # Sets values that several keys decide together, and returns keys that were not understood.
     finish: Callable[[dict[str, Any]], Iterator[str]] = lambda values: iter(())
     # Undoes `finish` before values are written.
     prepare: Callable[[dict[str, Any]], None] = lambda values: None
@@ -42,7 +42,7 @@ class Format:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, path: Path, tree: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the values by flag, and ``key = value`` of what was not understood.
+        """Return the values by flag, and ``key = value`` of keys that were not understood.
 
         Raises:
             ValueError: a value that its key can't have.
@@ -192,7 +192,7 @@ def preset(name: Any) -> Any:
 
 
 def share_sizes(values: dict[str, Any]) -> None:
-    """Set what the sizes of the axes decide: the number of ranks, and accumulation out of ``global_batch``."""
+    """Set values that the sizes of the axes decide: the number of ranks, and accumulation out of ``global_batch``."""
     others = values.get("tp", 1) * values.get("cp", 1) * values.get("pp", 1)
     replicas = values.get("dp_replicate", 1)
     if values.get("cp", 1) == 1:
@@ -202,7 +202,7 @@ def share_sizes(values: dict[str, Any]) -> None:
     if "dp_shard" in values:
         values.setdefault("world_size", values["dp_shard"] * replicas * others)
     if values.get("reduce_dtype") == "fp32" and values.get("precision") != values.get("dtype", "fp32"):
-        del values["reduce_dtype"]  # what both mean anyway
+        del values["reduce_dtype"]  # which the other two mean anyway
     pipelined = values.get("pp", 1) > 1
     each = values.get("world_size", 0) // others * values.get("batch_size", 0)
     each *= values.get("grad_accum", 1) if pipelined else 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def trainer_call(job: Job, **more: Any) -> str:
-    """Return lines of at most 100 columns: the job as arguments of a Trainer, and what a Trainer does not have.
+    """Return lines of at most 100 columns: the job as arguments of a Trainer, and options that it does not have.
 
     Args:
         job, more: as for `nemo_like.settings.write_settings`.

@@ -235,7 +235,7 @@ def test_specs_that_do_not_fit_the_model_change_nothing() -> None:
         (one_region_each(["blocks.0", "block.1"]), ValueError, "Did you mean 'blocks.1'"),
         (one_region_each(BLOCKS) + segments_of(BLOCKS, 1), ValueError, "is in two regions"),
         (one_region_each(["blocks.0"]) + [CheckpointSpec(("head",), policy=None, transfer=SynchronousTransfer())],
-         TypeError, "moves what a policy keeps"),
+         TypeError, "moves the tensors that a policy keeps"),
     ):  # fmt: skip
         with pytest.raises(kind, match=says):
             apply_specs(model, specs)

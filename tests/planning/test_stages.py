@@ -106,11 +106,11 @@ def _early_exit(model: _Odd, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (_with_first, "layers.0 uses a tensor from|layers.1 is not called with|what runs after layers.0 uses a tensor"),
-        (_scaled, "layers.1 is not called with what layers.0 returned, and nothing else"),
-        (_backwards, "layers.3 is called in what runs before the layers, and not once, in its place"),
-        (_long_skip, "what runs after layers.3 uses a tensor from layers.0"),
-        (_early_exit, "the forward pass ends in what runs after layers.0"),
+        (_with_first, "layers.0 uses a tensor from|layers.1 is not called with|the code after layers.0 uses a tensor"),
+        (_scaled, "layers.1 is not called with the output of layers.0, and nothing else"),
+        (_backwards, "layers.3 is called in the code before the layers, and not once, in its place"),
+        (_long_skip, "the code after layers.3 uses a tensor from layers.0"),
+        (_early_exit, "the forward pass ends in the code after layers.0"),
     ],
 )
 def test_what_goes_past_the_hidden_states_is_refused(run: Callable[[_Odd, Tensor], Tensor], reason: str) -> None:

@@ -1,9 +1,9 @@
 """``python -m tests.tools.combines``: write docs/reference/what-combines.md by trying every pair.
 
 Each pair of options is asked of a tiny model, with ``ac="selective"`` where neither of the two is a mode: `Job.of` refuses
-it, or it trains. What requires no other rank trains in this process, and its gradients are compared with those of no
-checkpointing. The others run as rank 0 of a job on fake tensors (`nemo_like.dry_run`), and what that does not take trains on
-gloo ranks (`--ranks`).
+it, or it trains. Pairs that require no other rank train in this process, and their gradients are compared with those of
+no checkpointing. The others run as rank 0 of a job on fake tensors (`nemo_like.dry_run`), and pairs that it does not take
+train on gloo ranks (`--ranks`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _is_equal(job: Job, name: str) -> bool:
 
 
 def page(ranks: bool = False) -> str:
-    """Return the page; `ranks`: what takes real ranks is run on them, else it keeps the mark that the page has."""
+    """Return the page; `ranks`: pairs that take real ranks are run on them, else keep the marks of the page."""
     marks: dict[tuple[str, str], str] = {}
     reasons: dict[str, list[str]] = {}
     before = written()
@@ -171,11 +171,11 @@ def page(ranks: bool = False) -> str:
         "Made by `python -m tests.tools.combines --ranks`, not by hand. Every pair is asked of a tiny Llama (of Mixtral "
         "with\n"
         '`ep`) on as many ranks as it takes, with `ac="selective"` where neither of the two is a mode. Where three meet,\n'
-        "`parallelize` refuses what does not go together.\n\n"
+        "`parallelize` refuses options that exclude each other.\n\n"
         f"- `{EQUAL}`: trained here, in one process or on gloo ranks; gradients have the bits of no checkpointing.\n"
         f"- `{RUNS}`: it ran as rank 0 of such a job, on fake tensors, or trained with gradients of other bits.\n"
         f"- `{REFUSED}`: refused, see below. `{FAILS}`: an error that is a fault. Empty: two values of one option.\n\n"
-        f"{head}\n" + "\n".join(rows) + f"\n\n## Refused\n\n| what | message |\n|---|---|\n{refused}\n"
+        f"{head}\n" + "\n".join(rows) + f"\n\n## Refused\n\n| options | message |\n|---|---|\n{refused}\n"
     )
 
 
@@ -188,7 +188,7 @@ def written() -> dict[tuple[str, str], str]:
 
 
 def write() -> None:
-    """Write the page; with ``--ranks``, what takes real ranks is run."""
+    """Write the page; with ``--ranks``, pairs that take real ranks are run."""
     logging.disable(logging.WARNING)
     PAGE.write_text(page(ranks="--ranks" in sys.argv), encoding="utf-8")
 

@@ -164,7 +164,7 @@ def test_a_loss_is_what_its_caller_writes(divisor: str, loss_mean: Any) -> None:
         ("tokens", None, "the loss of this FSDPOwnLoss is none.*loss_mean=.*'rows'"),
         ("tokens", "sum", "other outputs than whole sequences do"),
         ("one", "tokens", "other outputs than whole sequences do"),
-        ("tokens", "rows", "has its layers and what comes behind them in one module"),
+        ("tokens", "rows", "has its layers and the code behind them in one module"),
     ],
 )
 def test_a_wrong_loss_is_refused_in_the_first_step_on_every_rank(divisor: str, loss_mean: Any, words: str) -> None:

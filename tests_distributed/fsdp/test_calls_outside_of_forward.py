@@ -59,7 +59,7 @@ def test_a_method_beside_forward_is_explained_and_can_be_registered(rank: int, w
     assert all(map(torch.equal, _grads(model), _grads(bare)))
 
     model = parallelize(Encoding(across=True), ac="full")
-    with pytest.raises(RuntimeError, match=r"Encoding was called while.*name what holds both: parallelize"):
+    with pytest.raises(RuntimeError, match=r"Encoding was called while.*name the module that holds both: parallelize"):
         model(tokens(2))
 
 

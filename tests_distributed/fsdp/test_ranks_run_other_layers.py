@@ -44,7 +44,7 @@ def _trained(rank: int, world: int, ac: str, of_ranks: tuple[dict[str, Any], ...
         loss.backward()
 
 
-SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the same layers everywhere: draw what is "
+SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the same layers everywhere: draw the "
 
 
 @pytest.mark.parametrize(

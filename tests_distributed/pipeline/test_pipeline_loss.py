@@ -225,7 +225,7 @@ def test_a_loss_that_is_another_mean_than_said_is_refused_on_every_rank(
 def test_a_plain_model_has_to_say_it(rank: int, world_size: int) -> None:
     model = _plain(RIGHT["sum"][1])
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"(?s)cannot see what the loss of Decoder is a mean over.*loss_mean=\"rows\""):
+    with pytest.raises(ValueError, match=r"(?s)the unit that the loss of Decoder is a mean over.*loss_mean=\"rows\""):
         _pipeline(model, _batch(True))
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     no_labels = {name: value for name, value in _batch(True).items() if name != "labels"}

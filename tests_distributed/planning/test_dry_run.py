@@ -284,7 +284,7 @@ def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFi
     job, sample = Job.of(ac="none", world_size=2), torch.zeros(64, 8)
     with caplog.at_level("INFO", logger="nemo_like"):
         found = dry_run(Wide(), job, sample)
-    assert "Few layers do not tell what all of them take" in caplog.text
+    assert "Few layers do not tell the bytes of all" in caplog.text
     assert found.peak_bytes == dry_run(Wide(), job, sample, layers=None).peak_bytes
 
 

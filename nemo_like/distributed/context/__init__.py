@@ -39,8 +39,8 @@ def check_context_parallel(
         )
     if options.loss_mean == "rows" and stack.module is bare(model):
         raise ValueError(
-            f"ContextParallel.loss_mean is 'rows', which gives whole sequences to what comes behind the layers, and "
-            f"{type(bare(model)).__name__} has its layers and what comes behind them in one module. Put the layers, from "
+            f"ContextParallel.loss_mean is 'rows', which gives whole sequences to the code behind the layers, and "
+            f"{type(bare(model)).__name__} has its layers and the code behind them in one module. Put the layers, from "
             "token ids to hidden states, in a module of their own, or write loss_mean='tokens', 'sum' or a function."
         )
     if stack.transformers:

@@ -229,7 +229,8 @@ class StackHooks:
         arguments = dict(zip(names, args)) | kwargs
         if len(args) > len(names):
             raise NotImplementedError(
-                f"cp cannot tell what the {len(args) - len(names)} last positional arguments are; name them."
+                f"cp cannot tell the names of the {len(args) - len(names)} last positional arguments: give them by "
+                "keyword."
             )
         if self._parts.idle:
             self._tokens.append(CURRENT.set(None))

@@ -149,9 +149,9 @@ def compare(
     if worst.item() > 1:
         raise ValueError(
             f"cp={cut[0].ranks} gives this {type(models[0]).__name__} other outputs than whole sequences do (off by "
-            f"{worst.item():.0f} times what rounding is allowed): something in it looks along the sequence, counts "
-            "positions, or makes its loss of a part, without the functions that cp replaces; or loss_mean= is not what its "
-            "loss is a mean over. Use cp=1, or take positions as an argument position_ids."
+            f"{worst.item():.0f} times the limit of rounding): something in it looks along the sequence, counts "
+            "positions, or makes its loss of a part, without the functions that cp replaces; or loss_mean= is not the "
+            "unit that its loss is a mean over. Use cp=1, or take positions as an argument position_ids."
         )
 
 

@@ -30,8 +30,9 @@ from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter
 
 LossMean = str | Callable[[dict[str, Any]], Any] | None  # `ContextParallel.loss_mean`.
 _WAYS_OUT = (
-    "Turn off what is added to the cross entropy of labels, or write ContextParallel(loss_mean=...): 'tokens', 'sum' or a "
-    "function of a part, or 'rows' (whole sequences on every rank). Or compute it outside, from shard_sequence's labels."
+    "Turn off the terms added to the cross entropy of labels, or write ContextParallel(loss_mean=...): 'tokens', 'sum' "
+    "or a function of a part, or 'rows' (whole sequences on every rank). Or compute it outside, from shard_sequence's "
+    "labels."
 )
 
 _OTHER_TARGETS = (
@@ -94,7 +95,8 @@ class RootHooks:
             replaced |= {name: self.parts.cut(arguments[name], 1, IGNORED) for name in labels}
         if replaced and len(args) > len(self._names):
             raise NotImplementedError(
-                f"cp cannot tell what the {len(args) - len(self._names)} last positional arguments are; name them."
+                f"cp cannot tell the names of the {len(args) - len(self._names)} last positional arguments: give them "
+                "by keyword."
             )
         if self._open[-1] is not None:
             F.cross_entropy = self._open[-1].cross_entropy
@@ -196,7 +198,7 @@ class _Loss:
         if reduction not in ("mean", "sum") and not described:
             raise NotImplementedError(
                 f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
-                "what it does with single losses is not known. " + _WAYS_OUT
+                "its use of single losses is not known. " + _WAYS_OUT
             )
         # Under a function mode, as `torch.set_default_device` is one, torch looks a function that runs up by its name again.
         F.cross_entropy = self.replaced

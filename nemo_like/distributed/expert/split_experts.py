@@ -32,7 +32,7 @@ from nemo_like.transformers_compat import GATE, text_config
 
 
 ROUTED, EVERY = "routed", "every"
-_DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
+_DISPATCHED = "ep_dispatch_experts"  # name in plans of transformers of a module that is called with the routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Experts:
 
     @property
     def shared(self) -> dict[str, nn.Parameter]:
-        """Parameters inside that belong to no single expert, such as a norm of what each gives: every rank has them."""
+        """Parameters inside of no single expert, such as a norm of each one's output: every rank has them."""
         parameters = set(self.parameters)
         return {name: p for name, p in self.module.named_parameters() if name not in parameters}
 
@@ -108,7 +108,7 @@ def refuse_lists(model: nn.Module, size: int, plan: Mapping[str, str] | None = N
 
 
 def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[tuple[str, nn.ModuleList | nn.ModuleDict]]:
-    """Lists of modules in the place of what `find_experts` looks for: named by `plan`, or called ``experts``."""
+    """Lists of modules in the place of those that `find_experts` looks for: named by `plan`, or called ``experts``."""
     if plan is None and any(experts.call == ROUTED for experts in find_experts(model) if _config_plan(model)):
         return
     regexes = None if plan is None else [glob_to_regex(pattern) for pattern in plan]
@@ -213,7 +213,7 @@ class ExpertMesh:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with tokens of their own: what the sum of an expert's gradients is divided by, as FSDP2 does elsewhere."""
+        """Ranks with tokens of their own, by which the sum of an expert's gradients is divided, as elsewhere."""
         return axis_size(self.dense, "dp_replicate") * axis_size(self.dense, "dp_shard") * axis_size(self.dense, "cp")
 
 
@@ -258,7 +258,7 @@ def shard_experts(
     options: FSDP2 | None,
 ) -> None:
     """Make the weights of each module's split experts a unit of FSDP2 on ``mesh.fsdp``. Call it after `shard_layers`, which
-    leaves them out (``apart=``) and takes what these modules have for all experts (`Experts.shared`): FSDP2 does not look
+    leaves them out (``apart=``) and takes their parameters of all experts (`Experts.shared`): FSDP2 does not look
     into units for parameters of a larger one.
 
     The gradient of an expert is the sum over all ranks that sent it tokens. As that of any other parameter, it is divided
@@ -302,8 +302,8 @@ _KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 
 
 def is_understood(module: nn.Module) -> bool:
-    """Return whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward
-    does."""
+    """Return whether `module` is made as transformers makes experts, so that `fused_mlp` computes the same as its own
+    forward."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     if (
         _has_more_inside(module)
@@ -326,7 +326,7 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
     if names != {"gate_up_proj", "down_proj"} or not callable(activation) or hasattr(module, "is_transposed"):
         return False
     if _has_more_inside(module) or not type(module).forward.__module__.startswith("transformers."):
-        return False  # names tell little of what a module that is not known computes
+        return False  # the names tell little about the forward of an unknown module
     up, down = (module.get_parameter(name).shape for name in ("gate_up_proj", "down_proj"))
     return up[1:] == (down[2], 2 * down[1]) and float(activation(torch.zeros(1))) == 0.0
 
@@ -360,7 +360,7 @@ def fused_mlp(
     # (experts, in, out), as a matmul of rows with it needs
     matrix: Callable[[str], Tensor] = lambda name: weights[name] if transposed else weights[name].transpose(1, 2)  # noqa: E731
     hidden = _plus_bias(grouped_mm(rows, matrix(up), counts, ends), weights.get(f"{up}_bias"), ends)
-    gated: Any = getattr(module, GATE, None)  # what transformers lets a family override
+    gated: Any = getattr(module, GATE, None)  # a method that transformers lets a family override
     activation: Any = module.act_fn
     if up == "up_proj":
         hidden = activation(hidden)
@@ -436,7 +436,7 @@ def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool
 def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> None:
     """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
 
-    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
+    The weights become DTensors over ``mesh.ep``, cut on the first dim; weights on the meta device stay there.
     """
     tp = None
     if axis_size(mesh.dense, "tp") > 1:
@@ -452,9 +452,8 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
         adapters = adapters_on(model, module)
-        for (
-            adapter
-        ) in adapters:  # calls what it wraps and adds nothing: `with_adapters` does, where the weights are used
+        # An adapter calls the module it wraps and adds nothing: `with_adapters` does, where the weights are used.
+        for adapter in adapters:
             adapter.forward = functools.partial(_inside, adapter)
         module.forward = SplitExperts(
             experts,
@@ -477,9 +476,9 @@ def _own_memory(part: DTensor) -> DTensor:
 class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
-    Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
-    the experts; `group`: their process group, by `name_group`; `rank`: this one of it; `tp`: ranks with the same tokens;
-    `adapters`: on the weights (`adapters_on`).
+    It takes and returns the same as the module's own forward (`Experts.call`), on this rank's tokens. `ranks`: those
+    that share the experts; `group`: their process group, by `name_group`; `rank`: this one of it; `tp`: ranks with the
+    same tokens; `adapters`: on the weights (`adapters_on`).
     """
 
     def __init__(
@@ -566,8 +565,8 @@ class SplitExperts:
         return _local(self.module._parameters[name])
 
     def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
-        """The same through the module's own code, which sees a module of fewer experts: fewer rows in what has one for
-        each, weights and buffers; what all experts share is as it is."""
+        """The same through the module's own code, which sees a module of fewer experts: fewer rows in
+        tensors that have one for each, weights and buffers; those that all experts share are unchanged."""
         ids = expert_of_rows(ends, rows.shape[0])[:, None]
         empty = rows.shape[0] == 0
         if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
@@ -610,7 +609,7 @@ def _local(parameter: Tensor | None) -> Tensor:
 # PEFT's adapters on the fused weights of experts (``LoraConfig(target_parameters=...)``), where ep splits the experts.
 #
 # Such an adapter holds the low-rank factors of all experts. They stay whole, and are sharded with their layer: each rank
-# adds to the experts that it has what their part of the factors adds, instead of PEFT's own sum over all experts.
+# adds the product of their part of the factors to its own experts, instead of PEFT's own sum over all experts.
 
 
 def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:
@@ -628,7 +627,7 @@ def _inside(adapter: Any, *args: object, **kwargs: object) -> Any:
 
 
 def with_adapters(weights: dict[str, Tensor], adapters: Sequence[Any], first: int) -> dict[str, Tensor]:
-    """`weights` (experts here, ..., ...) of the experts from number `first` on, with what `adapters` add to them."""
+    """`weights` (experts here, ..., ...) of the experts from number `first` on, plus the updates of `adapters`."""
     weights = dict(weights)
     for adapter in reversed(adapters):
         name = adapter.parameter_name

@@ -424,8 +424,8 @@ def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     first = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2), None)
     if first is None:
         raise ValueError(
-            f"A pipeline's batch has no tensor of shape (rows, tokens); it has {', '.join(batch) or 'nothing'}. Give by "
-            "keyword what the model is called with: pipeline.step(input_ids=..., labels=...)."
+            f"A pipeline's batch has no tensor of shape (rows, tokens); it has {', '.join(batch) or 'nothing'}. Give "
+            "the model's arguments by keyword: pipeline.step(input_ids=..., labels=...)."
         )
     return first.shape[0], first.shape[1]
 

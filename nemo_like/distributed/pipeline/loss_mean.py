@@ -47,11 +47,11 @@ class LossMean:
         kind = type(model).__name__
         if pp.loss_mean is None and not hasattr(model, "loss_function") and not (base and isinstance(model, base)):
             raise ValueError(
-                f"pp adds up the losses of micro-batches, and cannot see what the loss of {kind} is a mean over. Write one "
-                f"of these, for pp={pp.size}:\n"
+                f"pp adds up the losses of micro-batches, and cannot see the unit that the loss of {kind} is a mean "
+                f"over. Write one of these, for pp={pp.size}:\n"
                 f'  pp=PipelineParallel({pp.size}, loss_mean="tokens")  # over labels that are not {IGNORED}\n'
                 f'  pp=PipelineParallel({pp.size}, loss_mean="rows")  # over rows or elements; or "sum"\n'
-                f'  pp=PipelineParallel({pp.size}, loss_mean=lambda batch: (batch["ids"] != 0).sum())  # over what counts'
+                f'  pp=PipelineParallel({pp.size}, loss_mean=lambda batch: (batch["ids"] != 0).sum())  # over real ids'
             )
         self.over = "tokens" if pp.loss_mean is None else pp.loss_mean
         self._shifts, self._kind = predicts_next_token(model), kind
@@ -150,9 +150,9 @@ class LossMean:
             items += f". A model that shifts its labels needs a function: {shifted}"
         return (
             f"pp cannot add up the losses of this {self._kind}'s micro-batches under {setting}: the loss of two in one "
-            f"call, or its gradient, is off by {off:.1e} of its size. Write what the loss is a mean over, with "
-            f"PipelineParallel(loss_mean='tokens' | 'rows' | 'sum' | a function of a micro-batch){items}. A loss of terms "
-            "that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
+            f"call, or its gradient, is off by {off:.1e} of its size. Write the unit that the loss is a mean over, "
+            f"with PipelineParallel(loss_mean='tokens' | 'rows' | 'sum' | a function of a micro-batch){items}. A loss "
+            "of terms that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
         )
 
     def _off(self, last: LastStage, one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -163,7 +163,7 @@ class _UseWatch(TorchDispatchMode):
                 self.refuse(f"{layer.fqn} is called in {self.where(self.phase)}, and not once, in its place")
             inputs = [t for t in tensors_in((args, kwargs)) if self.key(t) in self.made]
             if index and (not inputs or any(t is not self.last_output for t in inputs)):
-                self.refuse(f"{layer.fqn} is not called with what {self.names[index - 1]} returned, and nothing else")
+                self.refuse(f"{layer.fqn} is not called with the output of {self.names[index - 1]}, and nothing else")
             places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             self.inputs.append(next((place for place, value in places if inputs and value is inputs[0]), 0))
             self.phase, self.passed = 2 * index + 1, {self.key(t) for t in inputs}
@@ -188,17 +188,17 @@ class _UseWatch(TorchDispatchMode):
             raise ValueError(
                 f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
                 f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions). So the "
-                "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (an "
-                "encoder of pictures or sounds), or define each stage with PipelineParallel(split=...)."
+                "shape of the tensors that a stage sends is not known for other batches. Use strategy='fsdp2' for such "
+                "a model (an encoder of pictures or sounds), or define each stage with PipelineParallel(split=...)."
             )
         self.hidden, self.last_output, self.passed = form, hidden, {self.key(hidden)}
         self.forms.append(None if whole else len(output))
 
     def where(self, phase: int) -> str:
         if phase == 0:
-            return "what runs before the layers"
+            return "the code before the layers"
         name = self.names[(phase - 1) // 2]
-        return name if phase % 2 else f"what runs after {name}"
+        return name if phase % 2 else f"the code after {name}"
 
     def refuse(self, reason: str) -> None:
         raise ValueError(
@@ -238,7 +238,7 @@ class _UseWatch(TorchDispatchMode):
 
 
 # A model in stages that a function of the caller's makes (``PipelineParallel(split=...)``): checked, and run on fake
-# tensors for the tensors that stages send each other.
+# tensors to learn the shapes and dtypes of the tensors that stages send each other.
 
 Split = Callable[[nn.Module, int, int], nn.Module]
 _ARGUMENT = "PipelineParallel.split"
@@ -281,7 +281,7 @@ class SplitCall:
             kinds = ", ".join(str(t.dtype) if isinstance(t, Tensor) else type(t).__name__ for t in tensors)
             raise ValueError(
                 f"{_ARGUMENT}: stage {self._piece.index} returns {kinds or 'nothing'}. A stage sends one floating-point "
-                "tensor or a tuple of them, through which gradients come back; what else the next one needs, it takes by "
+                "tensor or a tuple of them, through which gradients come back; the next one takes other inputs by "
                 "name from the micro-batch."
             )
         sent = tuple(t.contiguous() for t in tensors)
@@ -426,6 +426,6 @@ def _layers_in(tree: nn.Module, index: int, layers: Sequence[Layer]) -> list[str
     if not fqns:
         raise ValueError(
             f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or name in "
-            "layers= what is to be checkpointed and sharded as one."
+            "layers= the modules to checkpoint and shard as one."
         )
     return fqns

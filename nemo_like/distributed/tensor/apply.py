@@ -36,7 +36,7 @@ from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
 _EDGES = "_nemo_like_sequence_edges"
-# Styles of the linears between which autograd passes DTensors on, and of norms on what they return.
+# Styles of the linears between which autograd passes DTensors on, and of norms on their outputs.
 _OF_LINEARS = COLWISE | ROWWISE | {"replicated_with_grad_allreduce"}
 
 
@@ -128,7 +128,7 @@ def check_packed_weights(
         fsdp: the options that will shard it.
 
     Raises:
-        ValueError, TypeError: that, or what `apply_tensor_parallel` raises of the plan.
+        ValueError, TypeError: that, or an error of `apply_tensor_parallel` about the plan.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     for rule in resolve_plan(model, plan, mesh["tp"].size(), whole):
@@ -155,7 +155,7 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         rowwise = rowwise_of(rule.module) or RowwiseParallel
         style = rowwise(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
     if cut_output and rule.adapted is not None and isinstance(style, Untouched):
-        style = SummedGradients()  # it reads what the linear above returns: this rank's part of the sequence
+        style = SummedGradients()  # it reads the output of the linear above: this rank's part of the sequence
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
     parallelize_module(rule.module, mesh, style, src_data_rank=None)
     if isinstance(style, RowwiseParallel):
@@ -201,8 +201,8 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
             if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
                 raise ValueError(
                     f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known "
-                    f"what part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in the "
-                    "plan, or leave sequence_parallel off."
+                    f"which part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in "
+                    "the plan, or leave sequence_parallel off."
                 )
         in_layer = _owners(layer, rules)
         owners |= in_layer
@@ -309,7 +309,7 @@ class _Edges:
             self.handles.pop().remove()
 
     def put(self, model: nn.Module) -> None:
-        """On what is at these places now."""
+        """Register the hooks on the modules that are at these places now."""
         self.remove()
         first, last = map(model.get_submodule, self.first), map(model.get_submodule, self.last)
         cut, gather = _on_first_tensor(partial(_part_of, self.mesh)), _on_output(partial(_whole_of, self.mesh))
@@ -335,7 +335,7 @@ def set_edges_aside(model: nn.Module) -> None:
 
 @contextmanager
 def edges(model: nn.Module) -> Iterator[None]:
-    """Within it, what `set_edges_aside` took off acts, for a run of the whole model."""
+    """Within it, the hooks that `set_edges_aside` took off act, for a run of the whole model."""
     ends = getattr(model, _EDGES, None)
     if ends is not None:
         ends.put(model)
@@ -406,7 +406,7 @@ def _on_output(change: Any) -> Any:
 
 
 def _name_mixture(module: nn.Module, _args: object, output: object) -> None:
-    """Add to torch's error for a cut weight among plain tensors where it comes from, and what to do."""
+    """Add to torch's error for a cut weight among plain tensors its source and the way out."""
     error = sys.exc_info()[1]
     if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(
@@ -481,7 +481,7 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> Non
 
 
 def looks_up_own_rows(module: nn.Module) -> bool:
-    """Return whether `look_up_own_rows` knows what the forward of `module` does. It must be that of
+    """Return whether `look_up_own_rows` knows the forward of `module`. It must be that of
     `torch.nn.Embedding` itself, with a dense gradient, and without ``max_norm``, which changes rows in forward."""
     plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     return plain and not module.sparse and module.max_norm is None

@@ -501,8 +501,9 @@ def check_tuners(model: nn.Module) -> None:
         kind = str(getattr(kind, "value", kind))
         if kind != "LORA":
             raise ValueError(
-                f"This {type(model).__name__} has {name!r}, tuned by {kind}, and tp knows LoRA alone: it is not known what "
-                "part of the rest a rank reads. Use peft.LoraConfig, merge it first (merge_and_unload), or set tp=1."
+                f"This {type(model).__name__} has {name!r}, tuned by {kind}, and tp knows LoRA alone: it is not known "
+                "which part of the rest a rank reads. Use peft.LoraConfig, merge it first (merge_and_unload), or set "
+                "tp=1."
             )
 
 

@@ -103,9 +103,9 @@ class SharedRandom:
     def _check(self, model: nn.Module, states: Mapping[str, Any], problem: str) -> None:
         if self._differing(states):
             raise RuntimeError(
-                f"Ranks of a tp group {problem} random numbers in a call of this {_kind(model)}, so that what they "
-                "compute alike was not dropped alike. Seed them alike, have each rank draw the same amount, or set the "
-                "probabilities of dropout to 0."
+                f"Ranks of a tp group {problem} random numbers in a call of this {_kind(model)}, so that tensors they "
+                "compute alike were not dropped alike. Seed them alike, have each rank draw the same amount, or set "
+                "the probabilities of dropout to 0."
             )
 
     def _say(self, model: nn.Module, names: list[str]) -> None:

@@ -157,7 +157,7 @@ class CheckpointStore:
         target, ranks = self.folder / f"{_WRITING}{step:08d}", self._apart
         with writing(f"the checkpoint of step {step} to {self.folder}"):
             dcp.save(state, storage_writer=dcp.FileSystemWriter(target, overwrite=False), **self._where)
-            with ranks.together("reading what it wrote"):
+            with ranks.together("reading the files it wrote"):
                 of_ranks = [{path.name: _size_and_sum(path) for path in target.glob(f"__{ranks.rank}_*")}]
             if ranks.control is not None:
                 of_ranks = of_ranks * ranks.world_size

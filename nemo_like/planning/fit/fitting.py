@@ -93,14 +93,13 @@ def fit(
     """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
     Args:
-        model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
+        model: bare, on any device, `meta` included; or a value of ``fit --model`` (a preset, a ``config.json``).
         job: decides the fields that `Job.of` was given. The others are searched for.
         gpus: how many devices.
         seq_len: tokens per sequence; of the longest, where they differ.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and what is outside
-            of torch's allocator. What counts:
-            `nemo_like.planning.predictions.reserved`.
+        memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and the memory
+            outside of torch's allocator. How they are counted: `nemo_like.planning.predictions.reserved`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
             (peft). None: all trains.
@@ -108,14 +107,14 @@ def fit(
         count: how many configurations to report.
         minutes: end the search after so many, with the best so far; None: when the fastest is known.
         progress: called with words on how far the search is.
-        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and values of what
-            is decided already: ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
+        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and fixed
+            values of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
             ``full``, ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``
             (``[None]``: FSDP2's default), ``cpu_offload``. Each is one value, or a list of allowed ones, also for
             ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one node.
 
     Of a job's fields, these are searched where they are not pinned: ``ac``, ``loss``, ``offload``, ``dp_replicate``, ``pp``;
-    these in part, and the rest as given: ``tp``, ``cp``, ``ep`` (size, method, what is cut along the sequence),
+    these in part, and the rest as given: ``tp``, ``cp``, ``ep`` (size, method, ``sequence_parallel``),
     ``strategy`` (``reshard_after_forward``, ``cpu_offload``), ``step`` (``microbatches``, ``sync``); these follow from
     `gpus` and `seq_len`: ``world_size``, ``planned_tokens``; these are as given: ``ac_scope``, ``layers``, ``precision``,
     ``compile``, ``device``, ``gpu``, ``allocator``, ``search``.
@@ -275,7 +274,7 @@ def _formula(
     known: the formula of another optimizer or compiler.
     """
     tp, cp = (min(getattr(layout, name) for layout in every) for name in ("tp", "cp"))
-    # What weights have no part in is seen in a larger micro-batch, which takes no longer to trace.
+    # Costs that depend on tokens alone show in a larger micro-batch, which takes no longer to trace.
     sizes = {layout.micro_batch for layout in every}
     batch = max((size for size in sizes if size <= _BATCH), default=min(sizes))
     split, cut = (
@@ -357,7 +356,7 @@ def _tokens(model: nn.Module, seq_len: int, name: str = "") -> Callable[[int], A
     if config is None:
         raise ValueError(
             f"{type(model).__name__} has no config, so its input is unknown. Give sample=, a function of the number of "
-            "sequences that returns what the model is called with; on the command line, have module:function return "
+            "sequences that returns the model's arguments; on the command line, have module:function return "
             "(model, sample)."
         )
     check_positions(config, "The search", seq_len, name or type(model).__name__)

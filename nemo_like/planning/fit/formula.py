@@ -3,9 +3,10 @@
 The trace is of one micro-batch, in the smallest `tp` and `cp` that the pins allow; experts that are split have a trace of
 their own. Of each kind of layer it has the operators. For
 another number of tokens, or another share of the weights, they are scaled (`scaled`): a token has its share of FLOPs and
-bytes, and tensor parallelism splits what a product makes of whole hidden states, till the next product. The planner's own
-rates then time them. `seconds` adds what ranks send, what of that computing hides, the bubble, the optimizer and the host;
-`bytes` what a rank stores, saves, gathers and reduces at the two points where steps peak. Both take all layouts at once.
+bytes, and tensor parallelism splits the product of whole hidden states, till the next product. The planner's own rates
+then time them. `seconds` adds the collectives that computing does not hide, the bubble, the optimizer and the host;
+`bytes` the tensors that a rank stores, saves, gathers and reduces at the two points where steps peak. Both take all
+layouts at once.
 
 How far off they are is measured by the plans of the layouts that are looked at (`nemo_like.planning.fit.search`).
 """
@@ -85,10 +86,10 @@ CUT, WHOLE, SPLIT = "cut", "whole", "split"
 
 
 def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]:
-    """Return, for each operator, what a rank of tensor parallelism has of what it makes.
+    """Return, for each operator, the part of its result that a rank of tensor parallelism has.
 
-    A product of whole hidden states is split by its columns, and one of split ones sums its parts up, so that what it makes
-    is whole again (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). What lies between follows its inputs.
+    A product of whole hidden states is split by its columns, and one of split ones sums its parts up, so that its
+    result is whole again (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Others follow their inputs.
     whole: elements of the weights that every rank has, as of DeepSeek's attention; all of a sequence passes their products.
     """
     places: list[str] = []
@@ -110,8 +111,8 @@ class Share:
     """Shares of a rank in the traced micro-batch and its weights."""
 
     tokens: float  # Tokens, as a multiple.
-    split: float  # Share of what tensor parallelism splits.
-    whole: float  # Share of what it does not split: less than 1 where sequences are cut.
+    split: float  # Share of the tensors that tensor parallelism splits.
+    whole: float  # Share of the other tensors: less than 1 where sequences are cut.
 
 
 def scaled(problem: BlockProblem, share: Share, whole: Collection[int] = ()) -> BlockProblem:
@@ -186,7 +187,7 @@ class Formula:
     """The formula for one model, by the trace of one layout."""
 
     def __init__(self, query: PlanQuery, layout: Layout, seq_len: int) -> None:
-        """Take what is needed of a trace; `layout`: the sizes that `query` was traced in, in one stage."""
+        """Read the trace of `query`; `layout`: the sizes that it was traced in, in one stage."""
         self.query, self.base = query, layout
         self.stage, self.device = query.stages[0], query.device
         self.part = self.stage.part
@@ -228,7 +229,7 @@ class Formula:
         return "chunked" in self.outer
 
     def measure(self, loss: str, query: PlanQuery) -> None:
-        """Note the highest points of a step with a kind of loss, and what the allocator reserves above them."""
+        """Note the highest points of a step with a kind of loss, and the bytes that are reserved above them."""
         self.outer[loss] = query.stages[0].outside().seconds
         for mode in BY_SPEED:
             storages = Places()
@@ -239,7 +240,7 @@ class Formula:
             self.places[mode, loss] = storages.highest
         if self.device.cuda is None or self.excess:
             return
-        # What is reserved above the peak is more or less a share of what comes and goes in a step.
+        # The bytes reserved above the peak are more or less a share of the tensors that come and go in a step.
         mode = BY_SPEED[-1]
         choices = query.uniform(mode)
         peak = max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values()))
@@ -252,7 +253,7 @@ class Formula:
     # --- one local shape ------------------------------------------------------------------------------------------
 
     def share(self, layout: Layout) -> Share:
-        """Return what a rank of `layout` has of the traced micro-batch."""
+        """Return the share of a rank of `layout` in the traced micro-batch."""
         base = self.base
         tokens = layout.micro_batch / base.micro_batch * base.cp / layout.cp
         cut, before = (each.tp if each.sequence_parallel else 1 for each in (layout, base))
@@ -318,7 +319,7 @@ class Formula:
         return self._rows[ep]
 
     def _saved_shares(self, kind: int, chosen: bool) -> list[float]:
-        """Return, for each mode, what a compiled layer saves as a share of what an eager one does."""
+        """Return, for each mode, the bytes that a compiled layer saves, as a share of those of an eager one."""
         if self.query.job.partitioner is None:
             return [1.0] * len(BY_SPEED)
         if (kind, chosen) not in self.saved_share:
@@ -332,7 +333,7 @@ class Formula:
         return self.saved_share[kind, chosen]
 
     def halfway(self, number: int) -> list[float]:
-        """Return what a layer holds between the halves of its backward, by mode, over what its forward makes."""
+        """Return the bytes that a layer holds between the halves of its backward, by mode, over its results'."""
         if number not in self._halfway:
             (kind, chosen), _ = self.groups[number]
             problem = self.part.problems[kind]
@@ -433,7 +434,7 @@ class _Columns:
         stage, sharding = formula.stage, formula.stage.sharding
         split, spread = base.tp / self.tp, base.ep / self.ep
         stored = (base.dp_shard * base.cp * base.tp) / (self.shards * self.tp)
-        # A stage has its share of the layers, and the first or the last one what is around them.
+        # A stage has its share of the layers, and the first or the last one the modules around them.
         even = torch.ceil(formula.layers / self.stages) * self.stages_per_rank / formula.layers
         self.even = torch.where(self.staged, even, torch.ones_like(even))
         around = torch.where(self.staged, torch.full_like(even, 0.5), torch.ones_like(even))
@@ -472,7 +473,7 @@ class _Columns:
         gathered, whole = (sum(n * sum(sizes[name]) for n, sizes in counted) for name in ("gathered", "whole_grad"))
         self.all_gathered = gathered * self.even + self.ends["gathered"] * around
         self.all_grads = whole * self.even + self.ends["whole_grad"] * around
-        # What is gathered at a time is of the largest layers.
+        # The weights gathered at a time are those of the largest layers.
         every_kind: list[Tensor] = [sizes["gathered"][0] + sizes["gathered"][1] for sizes, _, _ in self.units]
         largest = functools.reduce(torch.maximum, every_kind)
         before = max(total("gathered", every) for every in seen.values())
@@ -507,8 +508,8 @@ def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, f
 def seconds_of(x: _Columns) -> Tensor:
     """Return the seconds of a step, by layout, way and mode.
 
-    The parts are those of `nemo_like.planning.predictions.seconds`: kernels, what is sent inside of layers, what FSDP2 sends
-    and computing does not hide, the host, the bubble, the optimizer.
+    The parts are those of `nemo_like.planning.predictions.seconds`: kernels, collectives inside of layers, those of
+    FSDP2 that computing does not hide, the host, the bubble, the optimizer.
     """
     formula, device = x.formula, x.device
     inner = [layout.tp for layout in x.layouts]
@@ -535,7 +536,7 @@ def seconds_of(x: _Columns) -> Tensor:
     outer = formula.outer["model"] + x.chunked * (formula.outer.get("chunked", 0.0) - formula.outer["model"])
     outer = outer * x.tokens * (formula.base.tp / x.tp)
     computing, launching, late = outer, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    once = late  # of a pipeline, what its stages gather and reduce once
+    once = late  # of a pipeline, the gathers and reductions that its stages run once
     layers = torch.zeros(1, dtype=torch.float64)
     for kind, (sizes, shard, grads) in zip(x.kinds, x.units):
         count, forward, backward = kind["count"], kind["forward"], kind["backward"] + kind["replay"]
@@ -551,7 +552,7 @@ def seconds_of(x: _Columns) -> Tensor:
         layers = layers + count * layer
         launch = kind["launching"] + x.sharded * (1 + split_experts) * _UNIT
         launching = launching + count * launch * (device.kind != "cpu")
-        # FSDP2: a gather is hidden by the layer before, a reduction by what is left of the next one's backward.
+        # FSDP2: a gather is hidden by the layer before, a reduction by the rest of the next one's backward.
         ahead = forward + 2 * sums + parts + sent
         behind = backward + (2 + again) * sums + (1 + again) * (parts + sent)
         fetched = over_shards(*sizes["gathered"])
@@ -576,7 +577,7 @@ def seconds_of(x: _Columns) -> Tensor:
     computing = layers + outer
     waiting = (turns * (launching - computing)).clamp(min=0)
     in_one_stage = turns * computing + late + (waiting - late).clamp(min=0)
-    # The busiest rank has whole layers. What is around them is beside fewer, where the stages leave room for it.
+    # The busiest rank has whole layers. The modules around them are next to fewer, where the stages allow it.
     layer = layers / formula.layers
     most = torch.ceil(formula.layers / x.stages)
     beside = (outer / layer.clamp(min=1e-12) - (most * x.stages - formula.layers)).clamp(0, 1)
@@ -628,10 +629,10 @@ def _fill(schedule: str | None, pp: int, per_rank: int, turns: int, again: float
 
 
 def bytes_of(x: _Columns) -> Tensor:
-    """Return the bytes that a rank needs, by layout, way and mode, with what the allocator reserves above the peak.
+    """Return the bytes that a rank needs, by layout, way and mode, with those reserved above the peak.
 
     The peak is the higher of two points, the loss and the backward of the last layer, where all layers' activations are
-    saved. Parts that the trace has there are scaled by what they are made of.
+    saved. Parts that the trace has there are scaled as their tensors are.
     """
     formula, base = x.formula, x.formula.base
     saved = sum(kind["count"] * kind["held"] for kind in x.kinds)
@@ -687,7 +688,7 @@ def bytes_of(x: _Columns) -> Tensor:
             points.append(torch.where(where, top, torch.zeros_like(top)))
         most.append(torch.stack(points).sum(0))
     total = torch.cat([each.expand(len(x.layouts), len(x.ways), 1) for each in most], dim=2)
-    # Stages have a buffer for what each micro-batch brings, both ways, and most schedules keep what was sent.
+    # Stages have a receive buffer for each micro-batch, both ways, and most schedules keep the tensors that were sent.
     keeps = x.column([1 if layout.facts.frees_sent else 2 for layout in x.layouts])
     return total + torch.where(
         x.staged, 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps, torch.zeros_like(keeps)

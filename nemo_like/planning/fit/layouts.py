@@ -1,4 +1,4 @@
-"""Layouts of a step over the GPUs: what `fit` searches, and the job of each."""
+"""Layouts of a step over the GPUs, which `fit` searches, and the job of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOVED = next(flag.name for flag in SHARDING if flag.moves)
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train: the sizes of the axes, the batch, and what is saved and moved, in the words of `fit`'s pins."""
+    """One way to train: the sizes of the axes, the batch, checkpointing and offloading, in words of `fit`'s pins."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -101,12 +101,12 @@ def job_of(asked: Job, layout: Layout, limit: Callable[[Job], int], given: Job |
     """Return the job that runs `layout`.
 
     Args:
-        asked: what all layouts have: precision, optimizer, device, and the options of each axis.
+        asked: options of all layouts: precision, optimizer, device, and those of each axis.
         limit: bytes that a step of a job may take on each GPU, for a plan.
-        given: the caller's job, for what its options have besides what a layout decides.
+        given: the caller's job, for the fields of its options that a layout does not set.
 
     Raises:
-        ValueError: what the layout has excludes each other.
+        ValueError: options of the layout exclude each other.
     """
     given = asked if given is None else given
     stages = PipelineParallel()
@@ -172,7 +172,7 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
             if pp > 1 and room.pinned("pp") is None and not (room.stages or (tp > 1 and tp * pp == room.gpus)):
-                continue  # on one node, stages are for what tp leaves of it
+                continue  # on one node, stages are for the GPUs that tp leaves
             parts = [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
             for cp in _sizes(room, "cp", parts):
                 rest, left = divmod(room.gpus, pp * tp * cp)

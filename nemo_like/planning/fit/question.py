@@ -61,7 +61,7 @@ class Question:
     global_batch: int | None = None  # Sequences of a step over all GPUs.
     # Allowed values by name out of `PINS`; other names are free.
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # The caller's job, for what its options have besides what is searched; None: nothing.
+    # The caller's job, for the fields of its options that are not searched; None: nothing.
     asked: Job | None = None
     # True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the
     # allocator.
@@ -284,7 +284,7 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     read: dict[str, tuple[Any, ...]] = {}
     for name, value in pins.items():
         if name not in PINS:
-            raise ValueError(f"{name!r} can't be pinned; what can: {', '.join(PINS)}." + did_you_mean(name, PINS))
+            raise ValueError(f"{name!r} can't be pinned; these can: {', '.join(PINS)}." + did_you_mean(name, PINS))
         if value is None:
             continue
         several = isinstance(value, Collection) and not isinstance(value, str)

@@ -1,4 +1,4 @@
-"""The answer of a search: the fastest configurations, what a step of each takes, what binds it, and what would help."""
+"""The answer of a search: the fastest configurations, the bytes, seconds and limit of each, and changes that help."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -57,7 +57,7 @@ class Candidate(Explained):
     peak_flops: float
     fits: bool
     host_bytes: int = 0  # Bytes that one rank has in CPU memory.
-    # The plan of what each layer saves, where `ac` is a peak.
+    # The plan of the tensors that each layer saves, where `ac` is a peak.
     plan: Plan | None = field(default=None, compare=False, repr=False)
     # One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at.
     sample: Any = field(default=None, compare=False, repr=False)
@@ -88,7 +88,7 @@ class Candidate(Explained):
 
     @property
     def mfu(self) -> float:
-        """FLOPs that the model needs, as a share of what the device's data sheet promises."""
+        """FLOPs that the model needs, as a share of the peak in the device's data sheet."""
         return self.model_flops / self.step_seconds / self.peak_flops if self.peak_flops else 0.0
 
     def kwargs(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Candidate(Explained):
         return self._runnable(self.plan if from_file else None).as_call(sample=sample if needs_sample else None)
 
     def _runnable(self, plan: Plan | None) -> Job:
-        """Return the job without what the launcher sets; with `plan`, if given, else with the tokens planned for."""
+        """Return the job without the fields that the launcher sets; with `plan`, else with the tokens planned for."""
         # The loop accumulates, not `parallelize`: which of one micro-batch reduce is no question.
         step = replace(self.job.step, microbatches=1, sync=StepSpec.sync)
         if self.plan is None and step.optimizer in ADAMW:
@@ -157,11 +157,11 @@ def candidate_of(
     limit: int,
     budget: str = "",
 ) -> Candidate:
-    """Return what a layout takes, as it was planned.
+    """Return a planned layout as a candidate.
 
     Args:
         job: to train with.
-        query, choices, peak, need: the job on a traced model, what each layer call saves, and what that takes.
+        query, choices, peak, need: the job on a traced model, the choice of each layer call, and the bytes they take.
         seq_len: tokens of a sequence. limit: bytes that a step may take.
         budget: the peak that a plan was made for, as it is written after ``ac=``; empty: a mode.
     """
@@ -221,7 +221,7 @@ _NETWORK = {
 
 
 def binds(candidate: Candidate, limit: int, device: Device) -> str:
-    """Return what keeps a configuration from being faster.
+    """Return the limit that keeps a configuration from being faster.
 
     ``memory: ...``: it recomputes for want of memory. ``network: ...``: waiting for collectives takes longer than any other
     extra. "between nodes" is added where their ranks are on several nodes. ``pipeline: the bubble``; else ``compute``.
@@ -419,7 +419,7 @@ class FitReport:
     off: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     lora: int | None = None
-    """Rank of the adapters that alone train; None: what the model itself trains."""
+    """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -428,7 +428,7 @@ class FitReport:
         """The fastest that fits.
 
         Raises:
-            ValueError: nothing fits; the message has what needs least.
+            ValueError: nothing fits; the message has the configuration that needs least.
         """
         if not self.candidates:
             raise ValueError(self.problem)
@@ -445,9 +445,9 @@ class FitReport:
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
         limit = self.question.limit_of(near.job)
         return (
-            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
-            + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
+            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: the "
+            f"configuration that needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), "
+            f"bound by {self.binds}." + (f" Changes that would help: {'; '.join(self.helps)}." if self.helps else "")
         )
 
     @property
@@ -470,7 +470,7 @@ class FitReport:
         return self.best.call(sample)
 
     def verdict(self) -> str:
-        """Return the answer in a line: how fast, in how many bytes, and what keeps it from being faster."""
+        """Return the answer in a line: how fast, and in how many bytes."""
         if not self.candidates:
             return self.problem
         best, limit = self.best, self.question.limit_of(self.best.job)

@@ -3,7 +3,7 @@
 In the order of the estimated seconds of a token, layouts are looked at: the model is traced in that layout, and the planner
 predicts its bytes and seconds under the fastest mode that fits. The search ends once enough layouts fit and all whose
 estimate is within a twentieth of the best were looked at, or after `MOST_LOOKS`. The two fastest then get a plan for all the
-memory that there is. What each look shows corrects the estimates of layouts that are alike.
+memory that there is. Each look corrects the estimates of layouts that are alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WITHIN = 1.05  # Layouts whose estimate is within a twentieth of the best are lo
 ALIKE = 1.01  # Answers within a hundredth of the fastest are alike: speeds are predicted less well than that.
 PLANS = 2  # Layouts that get a plan for the whole memory.
 # Layouts that are looked at although they are estimated to need more than there is, by up to the last multiple: where
-# nothing fits yet, and where they are estimated to be faster than what does, by the third.
+# nothing fits yet, and where they are estimated to be faster than those that do, by the third.
 _LEAST_LOOKS, _MORE_LOOKS, _FASTER, _DOUBTFUL = 8, 3, 1.02, 1.25
 
 Tracer = Callable[[Question, int], Traced]  # Function of a question and the sequences of a micro-batch.
@@ -73,7 +73,7 @@ class Found(NamedTuple):
 
 
 class Ranking:
-    """All layouts of one question, with what the formula says of them, and what looks corrected of that."""
+    """All layouts of one question, with the formula's estimates and their corrections by looks."""
 
     def __init__(self, question: Question, formula: Formula, layouts: Sequence[Layout]) -> None:
         self.question, self.formula, self.layouts = question, formula, list(layouts)
@@ -89,7 +89,7 @@ class Ranking:
         # Number of each (layout, way), the same where the formula is off alike.
         self.classes = 2 * number.unsqueeze(1) + torch.tensor([getattr(way.fsdp, MOVED) for way in self.ways])
         self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
-        # For each class, what it has in common with its kin.
+        # For each class, the fields that it shares with its kin.
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
         self._seen: dict[str, dict[int, float]] = {"seconds": {}, "bytes": {}}
         numbers = [self.sizes.setdefault(layout.sizes, len(self.sizes)) for layout in self.layouts]
@@ -129,7 +129,7 @@ class Ranking:
     # --- estimates ------------------------------------------------------------------------------------------------
 
     def corrected(self, what: str) -> Tensor:
-        """Return the estimates (layouts, ways, modes), by what looks at layouts that are alike have shown."""
+        """Return the estimates (layouts, ways, modes), corrected by looks at layouts that are alike."""
         return getattr(self.estimate, what) * self._off[what][self.classes].unsqueeze(2)
 
     def corrected_of(self, what: str, entry: Entry) -> list[float]:
@@ -138,13 +138,13 @@ class Ranking:
         return (getattr(self.estimate, what)[entry.layout, entry.way] * factor).tolist()
 
     def learn(self, entry: Entry, mode: str, seconds: float, size: int) -> dict[str, float]:
-        """Correct the estimates by what a layout was planned to take; return by what factors they were off."""
+        """Correct the estimates by the plan of a layout; return the factors by which they were off."""
         at, number = BY_SPEED.index(mode), int(self.classes[entry.layout, entry.way])
         off = {}
         for what, real in (("seconds", seconds), ("bytes", float(size))):
             off[what] = real / float(getattr(self.estimate, what)[entry.layout, entry.way, at])
             self._seen[what][number] = off[what]
-            for other, like in enumerate(self.like):  # what none was like yet is taken to be off as its kin are
+            for other, like in enumerate(self.like):  # a class without a look is taken to be off as its kin are
                 kin = [math.log(factor) for each, factor in self._seen[what].items() if self.like[each] == like]
                 if other not in self._seen[what] and kin:
                     self._off[what][other] = math.exp(sum(kin) / len(kin))
@@ -214,7 +214,7 @@ class Ranking:
 
 
 def _class(layout: Layout) -> tuple[Any, ...]:
-    """Return what layouts have in common of which the formula is off alike."""
+    """Return the fields that layouts share for which the formula is off alike."""
     return layout.tp, layout.ep > 1, layout.schedule, layout.cp > 1, layout.sequence_parallel
 
 
@@ -303,7 +303,7 @@ class Search:
             nearest, least = None, self.least
             if not best and least is not None:
                 peaks = fullest_peaks(least.query, least.choices)
-                # The need of its fullest rank, within what every rank's is: a look ends with the first that is too high.
+                # The need of its fullest rank, which no other exceeds: a look ends with the first that is too high.
                 nearest = self._candidate(replace(least, need=verdict(least.query, least.choices, peaks, 1 << 60)))
         rejected = sum((ranking.rejected for ranking in self.rankings), self.rejected)
         rejected["estimated slower, not looked at"] = sum(int(ranking.open.any(1).sum()) for ranking in self.rankings)
@@ -365,7 +365,7 @@ class Search:
                 row = found if row is None or found.seconds < row.seconds else row
             elif self.least is None or found.need.bytes < self.least.need.bytes:
                 self.least = found
-            # What is learned may show that a faster mode fits, too; where none fits yet, the next one is tried.
+            # The corrected estimates may show that a faster mode fits, too; where none fits yet, the next one is tried.
             order = self._usable(entry)
             ahead = order[: order.index(mode)] if row is not None else order
             left = (each for each in ahead if each not in tried and (row is None or self._fits(entry, each)))
@@ -419,7 +419,7 @@ class Search:
         """Give the fastest layouts a plan for all the memory that there is, where that is faster.
 
         Of layouts that differ in how weights are replicated alone, the first gets one. The next is left out if it would have
-        to gain more than a fiftieth above what a plan gained for the one before.
+        to gain more than a fiftieth above the gain of the plan before.
         """
         shapes, gain, best = set[Any](), 1.0, min((row.per_token for row in self.rows), default=0.0)
         for row in sorted(self.rows, key=lambda row: row.hoped):

@@ -143,8 +143,8 @@ def outer_memory(
         if loss is None or not loss.requires_grad:
             reason = "no parameter trains" if frozen else "its loss has no gradient"
             raise ValueError(
-                f"{type(model).__name__} cannot be planned: {reason}. Set requires_grad of what trains before the plan is "
-                "made. Where nothing trains, nothing is saved: use ac='none'."
+                f"{type(model).__name__} cannot be planned: {reason}. Set requires_grad of parameters to train before "
+                "the plan is made. Where nothing trains, nothing is saved: use ac='none'."
             )
         own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
         if not step.keeps_output:
@@ -328,7 +328,7 @@ def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Ten
     with without_values(
         "StepSpec.loss_fn cannot be planned for: it",
         otherwise=lambda error: (
-            f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
+            f"StepSpec.loss_fn failed on the model's output ({type(output).__name__}, without values, on the CPU): "
             f"{in_a_line(error)}. It is called with the output alone; labels it uses must be on the CPU."
         ),
     ):

@@ -321,7 +321,7 @@ class TracedPart:
             if halves:
                 raise NotCompiledError("its backward is cut in two")
             if "host" in choice.decisions:
-                raise NotCompiledError("some of what it saves waits in CPU memory")
+                raise NotCompiledError("some of the tensors it saves wait in CPU memory")
             if key not in graphs:
                 policy, used = None if around else self.policy(kind, choice), self.outside(loss).used[kind]
                 graphs[key] = compiled_block(block, policy, self.traced.run, used, fuses=compiler == "inductor")

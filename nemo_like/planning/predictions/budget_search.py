@@ -122,7 +122,7 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
 
 
 def _too_small_share(query: PlanQuery, asked: str, limit: int, least: int, none: int) -> BudgetError:
-    kept = "the layers' inputs" + (" and what says which rows go to which expert" if query.job.ep.size > 1 else "")
+    kept = "the layers' inputs" + (" and the numbers of the experts that rows go to" if query.job.ep.size > 1 else "")
     return BudgetError(
         f"Budget {asked!r} allows {write_bytes(limit)} of activations, and {kept} alone take {write_bytes(least)} "
         f"({least / none:.1%} of the {write_bytes(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "

@@ -515,7 +515,7 @@ def timeline(
             stuck = next(
                 rank_actions[at[rank]] for rank, rank_actions in enumerate(actions) if at[rank] < len(rank_actions)
             )
-            raise ValueError(f"The schedule comes to a standstill at {stuck}: what it needs is never made.")
+            raise ValueError(f"The schedule comes to a standstill at {stuck}: its inputs are never made.")
     return Timeline(max(free, default=0.0), busy, len(actions))
 
 

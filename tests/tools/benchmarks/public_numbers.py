@@ -736,18 +736,18 @@ _TITLE = "# Public numbers, predicted"
 _HOW = """\
 ## How they were made
 
-Others published what training steps took on GPUs. `python -m tests.tools.benchmarks public` predicts each of them with
-the planner, on a CPU. Nothing ran on a GPU here.
+Others published speed and memory of training steps on GPUs. `python -m tests.tools.benchmarks public` predicts each of
+them with the planner, on a CPU. Nothing ran on a GPU here.
 
 - The rows are in `tests/tools/benchmarks/public/`, each file with its source. No row is left out.
 - All rows of a GPU have one set of constants. One was chosen with rows in sight: the clock of the H100 of 500 W
   ([constants](sources-of-constants.md#constants)). No other is fitted to a row.
 - The jobs have the options that the source ran, or the nearest that the planner takes. The column *differs* says which.
-- *kind* says what the published memory is. `reserved` is what the caching allocator holds; `allocated` and `active` are
-  what tensors take. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
+- *kind* says what the published memory is. `reserved` is held by the caching allocator; `allocated` and `active` by
+  tensors. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
 - Speeds of the Llama 3 paper are made of its FLOP/s. A token counts as 6 N and attention with a causal mask.
-- What others state of their own rows: xMem (arXiv 2510.21048; one GPU, no checkpointing, no sharding) 2.7 to 13 % of
-  memory, AMD's Primus 10 % on four rows.
+- Errors that others state of their own rows: xMem (arXiv 2510.21048; one GPU, no checkpointing, no sharding) 2.7 to
+  13 % of memory, AMD's Primus 10 % on four rows.
 """
 
 
