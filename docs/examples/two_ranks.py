@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/two_ranks.py
 
-The same file runs on one rank, on many GPUs and on many hosts. The model is built on the meta device: no rank ever
+The same file runs on one rank, on many GPUs and on many nodes. The model is built on the meta device: no rank ever
 holds more than its shards and one module whole.
 """
 

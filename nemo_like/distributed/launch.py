@@ -82,7 +82,7 @@ def local_device(device_type: str | None = None) -> torch.device:
     if local_rank() >= count:
         raise ValueError(
             f"LOCAL_RANK is {local_rank()} but this node has {count} {name} device(s): "
-            f"start at most {count} processes per host (torchrun --nproc-per-node {count})."
+            f"start at most {count} processes per node (torchrun --nproc-per-node {count})."
         )
     return torch.device(device_type, local_rank())
 

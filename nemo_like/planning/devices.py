@@ -40,7 +40,7 @@ class Device:
     # Bytes per second that a collective reaches between devices of one node, one direction of one device.
     nvlink: float = 20e9
     network: float = 10e9  # The same between nodes.
-    gpus_per_host: int = 8
+    gpus_per_node: int = 8
     hop_seconds: float = 1e-5  # Latency of one step of a collective.
     launch_seconds: float = 0.0  # The least that one kernel takes, with its launch.
     rates: str = "the table"  # Source of its speeds: the table, or the file of a calibration.
@@ -207,7 +207,7 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "nvlink": ("nvlink_gbps", lambda value: value * 1e9),
     "network": ("network_gbps", lambda value: value * 1e9),
     "host_bandwidth": ("host_memory_gbps", lambda value: value * 1e9),
-    "gpus_per_host": ("gpus_per_host", int),
+    "gpus_per_node": ("gpus_per_node", int),
     "hop_seconds": ("hop_us", lambda value: value * 1e-6),
     "launch_seconds": ("launch_us", lambda value: value * 1e-6),
     "processors": ("processors", int),

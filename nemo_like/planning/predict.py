@@ -179,7 +179,7 @@ def _asked(step: Step, search: SizeSearch, limit: int | None, name: str) -> tupl
     device = device_of(job)
     most = step_limit(device) if limit is None else limit
     if search.gpus:
-        counts = gpu_counts(job, device.gpus_per_host)
+        counts = gpu_counts(job, device.gpus_per_node)
         best = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
         if best is None:
             raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")

@@ -599,7 +599,7 @@ def gpu_unit(tp: int, cp: int, ep: int, pp: int, dp_replicate: int) -> int:
     return tp * cp * (ep // math.gcd(ep, tp * cp)) * pp * dp_replicate
 
 
-def gpu_counts(job: Job, per_host: int) -> list[int]:
+def gpu_counts(job: Job, per_node: int) -> list[int]:
     """Return the numbers of devices that a job could run on: those that its axes allow, whole nodes above one."""
     unit = gpu_unit(job.tp.size, job.cp.size, job.ep.size, job.pp.size, job.dp_replicate)
-    return [count for count in range(unit, MOST_GPUS + 1, unit) if count <= per_host or count % per_host == 0]
+    return [count for count in range(unit, MOST_GPUS + 1, unit) if count <= per_node or count % per_node == 0]

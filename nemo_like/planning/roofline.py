@@ -151,20 +151,20 @@ class RankGroup:
     """Ranks that exchange data."""
 
     ranks: int
-    per_host: int  # Ranks of the group on one node.
+    per_node: int  # Ranks of the group on one node.
 
     @property
-    def hosts(self) -> int:
-        return max(1, self.ranks // max(1, self.per_host))
+    def nodes(self) -> int:
+        return max(1, self.ranks // max(1, self.per_node))
 
 
-def group_of(ranks: int, inner: int, gpus_per_host: int) -> RankGroup:
+def group_of(ranks: int, inner: int, gpus_per_node: int) -> RankGroup:
     """An axis of `ranks`, inside of which are axes of `inner` ranks together: neighbours are `inner` apart.
 
     >>> group_of(32, 8, 8), group_of(4, 2, 8)
-    (RankGroup(ranks=32, per_host=1), RankGroup(ranks=4, per_host=4))
+    (RankGroup(ranks=32, per_node=1), RankGroup(ranks=4, per_node=4))
     """
-    return RankGroup(ranks, max(1, min(ranks, gpus_per_host // max(1, inner))))
+    return RankGroup(ranks, max(1, min(ranks, gpus_per_node // max(1, inner))))
 
 
 def gather_seconds(size: int, group: RankGroup, device: Device) -> float:
@@ -172,11 +172,11 @@ def gather_seconds(size: int, group: RankGroup, device: Device) -> float:
     if group.ranks == 1 or not size:
         return 0.0
     share = size * (group.ranks - 1) / group.ranks
-    if group.hosts == 1:
+    if group.nodes == 1:
         return share / device.nvlink + device.hop_seconds * (group.ranks - 1)
-    between = min(device.nvlink, device.network * group.per_host)
+    between = min(device.nvlink, device.network * group.per_node)
     # Rings over thousands of ranks are trees between nodes in practice: latency grows with the logarithm there.
-    hops = group.per_host - 1 + 2 * max(1, (group.hosts - 1).bit_length())
+    hops = group.per_node - 1 + 2 * max(1, (group.nodes - 1).bit_length())
     return share / between + device.hop_seconds * hops
 
 
@@ -190,9 +190,9 @@ def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
     the others go over each rank's own card."""
     if group.ranks == 1 or not size:
         return 0.0
-    inside = size * (group.per_host - 1) / group.ranks / device.nvlink
-    outside = size * (group.ranks - group.per_host) / group.ranks / device.network
-    return max(inside, outside) + device.hop_seconds * group.hosts.bit_length()
+    inside = size * (group.per_node - 1) / group.ranks / device.nvlink
+    outside = size * (group.ranks - group.per_node) / group.ranks / device.network
+    return max(inside, outside) + device.hop_seconds * group.nodes.bit_length()
 
 
 # Seconds of the CPU thread that launches the kernels of a layer: where the GPU is faster, it waits.

@@ -107,7 +107,7 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     """With a limit, in KiB, that some ways to train keep and others do not."""
     model = tiny.llama(num_hidden_layers=2) if "tp" in pins or pins.get("loss") == "chunked" else Text(4)
     # Across hosts, pipelines are looked at though nobody asks for them.
-    device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
+    device = replace(resolve_device("cpu"), gpus_per_node=1 if "schedule" in pins else 8)
     question = Question(
         Job.of(gpu=device), gpus=gpus, seq_len=64, limit=limit << 10, global_batch=8, pins=read_pins(pins)
     )
@@ -228,7 +228,7 @@ def test_kwargs_and_the_printed_call_say_the_same():
 def test_collectives_take_the_slowest_link_that_they_need():
     h100 = resolve_device("h100-80gb")
     inside, across, spread = group_of(8, 1, 8), group_of(16, 1, 8), group_of(16, 8, 8)
-    assert (across.per_host, across.hosts, spread.per_host, spread.hosts) == (8, 2, 1, 16)
+    assert (across.per_node, across.nodes, spread.per_node, spread.nodes) == (8, 2, 1, 16)
     size = 1 << 30
     assert gather_seconds(size, inside, h100) == pytest.approx(size * 7 / 8 / 360e9 + 7e-5)
     # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 20 GB/s.
@@ -300,7 +300,7 @@ def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts()
             use_cache=False,
         )
     ).train()  # fmt: skip
-    device = replace(resolve_device("h100-80gb"), gpus_per_host=1)
+    device = replace(resolve_device("h100-80gb"), gpus_per_node=1)
     asked = {
         "gpus": 4,
         "gpu": device,

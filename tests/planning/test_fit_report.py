@@ -16,7 +16,7 @@ from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.report import _spans_hosts
+from nemo_like.planning.fit.report import _spans_nodes
 from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
@@ -73,7 +73,7 @@ def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
 
 
 def test_experts_replicas_and_split_sequences_are_accounted_for():
-    hosts = replace(resolve_device("h100-80gb"), gpus_per_host=2)
+    hosts = replace(resolve_device("h100-80gb"), gpus_per_node=2)
     seen = set()
     for pins in ({"ep": 2, "dp_replicate": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 2}):
         model = mixture() if "ep" in pins else llama(1)
@@ -206,4 +206,4 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     ],
 )
 def test_a_collective_is_between_hosts_where_its_ranks_are(job: Job, part: str, between: bool) -> None:
-    assert _spans_hosts(part, job, resolve_device("h100-80gb")) == between
+    assert _spans_nodes(part, job, resolve_device("h100-80gb")) == between

@@ -224,7 +224,7 @@ def _experts():
 
 
 def _search(model, precision="bf16", limit=1 << 40, **pins):
-    device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
+    device = replace(resolve_device("h100-80gb"), gpus_per_node=2)
     free = {"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"}
     question = Question(
         Job.of(gpu=device, precision=Precision.of(precision)),

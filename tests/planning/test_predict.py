@@ -254,7 +254,7 @@ def test_the_largest_multiple_is_found_with_few_probes(limit: int, step: int, fo
 
 def test_the_fewest_gpus_are_the_first_that_fit() -> None:
     job = Job.of(tp=2)
-    counts = gpu_counts(job, per_host=8)
+    counts = gpu_counts(job, per_node=8)
     assert counts[:6] == [2, 4, 6, 8, 16, 24]
     for count in (2, 6, 8, 24, 4096):
         assert fewest(lambda n: 2**30 // n, counts, 2**30 // count) == count

@@ -283,7 +283,7 @@ def _formula(
     alike = sorted(
         {layout.ep for layout in every if (layout.tp, layout.cp) == (tp, cp)} or {layout.ep for layout in every}
     )
-    ep = max((size for size in alike if size <= question.device.gpus_per_host), default=alike[0])
+    ep = max((size for size in alike if size <= question.device.gpus_per_node), default=alike[0])
     ranks = question.gpus // (tp * cp * min(layout.pp for layout in every))
     ranks = max(ranks, ep) if question.gpus > 1 else 1
     base = Layout(
@@ -322,9 +322,9 @@ def _room(model: nn.Module, question: Question) -> Room:
         raise ValueError(
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
-    host = question.device.gpus_per_host
+    node = question.device.gpus_per_node
     apart = [each.fqn for each in experts]
-    sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
+    sizes = [n for n in range(1, min(question.gpus, node) + 1) if node % n == 0 and question.gpus % n == 0]
     tensor_sizes = tuple(size for size in sizes if _splits(model, size))
     config = text_config(getattr(model, "config", None))
     return Room(
@@ -332,13 +332,13 @@ def _room(model: nn.Module, question: Question) -> Room:
         seq_len=question.seq_len,
         global_batch=question.global_batch,
         layers=len(layers),
-        gpus_per_host=host,
+        gpus_per_node=node,
         experts=min((each.count for each in experts), default=0),
         tensor_sizes=tensor_sizes,
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
         sequence_parallel=next((cuts_sequences(model, size) for size in tensor_sizes if size > 1), False),
         heads=getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0,
-        stages=question.gpus > host,
+        stages=question.gpus > node,
         pins=question.pins,
     )
 

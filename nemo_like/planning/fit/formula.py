@@ -366,7 +366,7 @@ class Formula:
         """Return a collective's seconds for each byte, and in any case: the planner's rate is the line through two sizes."""
         key = (seconds, ranks, inner)
         if key not in self._wires:
-            group = roofline.group_of(ranks, inner, self.device.gpus_per_host)
+            group = roofline.group_of(ranks, inner, self.device.gpus_per_node)
             small, large = (seconds(size, group, self.device) for size in (1 << 10, 1 << 40))
             byte = (large - small) / ((1 << 40) - (1 << 10))
             self._wires[key] = byte, small - byte * (1 << 10)

@@ -150,7 +150,7 @@ class Room:
     seq_len: int
     global_batch: int | None  # Sequences of a step over all GPUs; None: as many as fit, without accumulation.
     layers: int
-    gpus_per_host: int = 8
+    gpus_per_node: int = 8
     experts: int = 0  # Experts of one layer; 0: none, or not of a kind that is split.
     tensor_sizes: tuple[int, ...] = (1,)  # Sizes of ``tp`` that the model can have.
     beside_experts: tuple[int, ...] = (1,)  # Sizes of ``tp`` that it can have where its experts are split.
@@ -170,7 +170,7 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
     most = min(room.layers, MOST_STAGES, room.gpus)
     for pp in _sizes(room, "pp", _powers(most if room.stages else min(most, room.gpus // 2))):
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
-        for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
+        for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_node]):
             if pp > 1 and room.pinned("pp") is None and not (room.stages or (tp > 1 and tp * pp == room.gpus)):
                 continue  # on one node, stages are for the GPUs that tp leaves
             parts = [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]

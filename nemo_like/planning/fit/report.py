@@ -239,7 +239,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
         return f"memory: {largest_group(candidate.peak.parts)}"
     if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
         longest = max(sent, key=lambda name: sent[name])
-        between = " between nodes" if _spans_hosts(longest, candidate.job, device) else ""
+        between = " between nodes" if _spans_nodes(longest, candidate.job, device) else ""
         return f"network: {_NETWORK[longest]}{between}"
     if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
         return "pipeline: the bubble"
@@ -248,7 +248,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
     return "compute"
 
 
-def _spans_hosts(part: str, job: Job, device: Device) -> bool:
+def _spans_nodes(part: str, job: Job, device: Device) -> bool:
     """Return whether the ranks of a collective are on several nodes."""
     links = Links.for_job(job, device)
     groups = {
@@ -259,8 +259,8 @@ def _spans_hosts(part: str, job: Job, device: Device) -> bool:
         "gradient reductions": (links.shards, links.replicas),
     }
     if part in groups:
-        return any(group.hosts > 1 for group in groups[part])
-    return job.ranks > device.gpus_per_host  # stages are the outermost axis
+        return any(group.nodes > 1 for group in groups[part])
+    return job.ranks > device.gpus_per_node  # stages are the outermost axis
 
 
 # Function that plans a job for so many sequences of a micro-batch, and of another length, if given; raises ValueError
@@ -633,8 +633,8 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     options = [f"{flag(name)} {'' if value is True else value}".rstrip() for name, value in flags.items()]
     if layout.tp > 1:
         options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
-    hosts = -(-layout.gpus // report.question.device.gpus_per_host)
-    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
+    nodes = -(-layout.gpus // report.question.device.gpus_per_node)
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_node)} -m "
     begin = "python -m " if layout.gpus == 1 else start
     note = "" if optimizer in ADAMW else f"  # it trains with AdamW, not {optimizer}"
     note += "  # it steps behind backward, not in it" * job.step.in_backward

@@ -108,9 +108,9 @@ def _communicators(job: Job, device: Device) -> Iterator[int]:
     """Yield the bytes of each communicator; all ranks have one, which an axis of all ranks shares."""
     if job.is_single:
         return
-    links, host = Links.for_job(job, device), device.gpus_per_host
+    links, node = Links.for_job(job, device), device.gpus_per_node
     exchanging = {"all_gather": 0, "ring": 2, "ulysses": job.cp.size}[job.cp.method]
-    stages = group_of(job.pp.size, job.ranks // job.pp.size, host)
+    stages = group_of(job.pp.size, job.ranks // job.pp.size, node)
     axes = [
         (links.shards, 0, True),
         (links.replicas, 0, True),
@@ -121,7 +121,7 @@ def _communicators(job: Job, device: Device) -> Iterator[int]:
         (stages, 2, False),
     ]
     if all(group.ranks < job.ranks for group, _, _ in axes):
-        axes.append((group_of(job.ranks, 1, host), 0, True))
+        axes.append((group_of(job.ranks, 1, node), 0, True))
     yield from (communicator_bytes(*axis, device) for axis in axes if axis[0].ranks > 1)
 
 
@@ -132,8 +132,8 @@ def communicator_bytes(group: RankGroup, peers: int, collects: bool, device: Dev
         peers: ranks that it sends to one by one; only those on its node have buffers of their own.
         collects: it gathers, scatters or sums, over rings and trees.
     """
-    fast, near = device.nvlink >= _NVLINK, min(group.per_host, 8)
-    channels, pairs = ((24, 32) if group.hosts == 1 else (16, 2)) if fast else (4, 2)
+    fast, near = device.nvlink >= _NVLINK, min(group.per_node, 8)
+    channels, pairs = ((24, 32) if group.nodes == 1 else (16, 2)) if fast else (4, 2)
     size = 256 * channels // 24 + min(peers, near - 1) * pairs * 14
     if collects:
         size += channels * (20 if near == 1 else 12 if group.ranks == 2 else 18)

@@ -72,17 +72,17 @@ class Links:
 
     @classmethod
     def for_job(cls, job: Job, device: Device) -> Links:
-        tp, cp, host = job.tp.size, job.cp.size, device.gpus_per_host
+        tp, cp, node = job.tp.size, job.cp.size, device.gpus_per_node
         shards, ep = job.shard_ranks, job.ep.size
         inner = shards * tp
         return cls(
             device,
-            group_of(tp, 1, host),
-            group_of(cp, tp, host),
-            group_of(shards, tp, host),
-            group_of(job.dp_replicate, inner, host),
-            group_of(ep, 1, host),
-            group_of(max(1, inner // ep), ep, host),
+            group_of(tp, 1, node),
+            group_of(cp, tp, node),
+            group_of(shards, tp, node),
+            group_of(job.dp_replicate, inner, node),
+            group_of(ep, 1, node),
+            group_of(max(1, inner // ep), ep, node),
             job.tp.sequence_parallel,
             job.tp.asynchronous,
         )
@@ -199,7 +199,7 @@ def fsdp_rows(stage: Stage, choices: Sequence[Choice], links: Links) -> Iterator
 
 def axis_words(axis: str, group: RankGroup) -> str:
     """Return an axis in words."""
-    return f"{axis}={group.ranks}" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
+    return f"{axis}={group.ranks}" + (f" on {group.nodes} nodes" if group.nodes > 1 else "")
 
 
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
@@ -269,7 +269,7 @@ def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
 def handing_on(query: PlanQuery) -> float:
     """Return the seconds that a tensor takes from one stage to the next."""
     device = query.device
-    same_node = device.gpus_per_host > query.job.ranks // query.pp.size
+    same_node = device.gpus_per_node > query.job.ranks // query.pp.size
     return query.hidden_bytes / (device.nvlink if same_node else device.network) + device.hop_seconds
 
 

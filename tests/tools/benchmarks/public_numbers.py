@@ -60,7 +60,7 @@ class Row:
     model: str
     gpu: str
     gpus: int
-    gpus_per_host: int
+    gpus_per_node: int
     dp_replicate: int
     dp_shard: int
     tp: int
@@ -158,7 +158,7 @@ def _more(line: dict[str, str], name: str) -> Row:
     return _row(
         line,
         id=name,
-        gpus_per_host=host,
+        gpus_per_node=host,
         dp_replicate=replicas,
         dp_shard=shard,
         schedule=("interleaved_1f1b" if interleaved else "1f1b") if sizes[2] > 1 else "",
@@ -179,7 +179,7 @@ def _step(line: dict[str, str]) -> Row:
     return _row(
         line,
         source=f"{line['source']} ({line['date']})",
-        gpus_per_host=int(line["gpus_per_host"]),
+        gpus_per_node=int(line["gpus_per_node"]),
         schedule="",
         micro_batch=int(line["micro_batch"]),
         grad_accum=int(line["grad_accum"]),
@@ -192,7 +192,7 @@ def _row(line: dict[str, str], **more: Any) -> Row:
     speed = line["tokens_per_second_per_gpu"]
     sizes = {name: int(line.get(name) or 1) for name in ("gpus", "dp_shard", "tp", "cp", "pp", "ep", "seq_len")}
     read = {
-        "gpus_per_host": 8,
+        "gpus_per_node": 8,
         "dp_replicate": 1,
         "virtual_stages": 1,
         "async_tp": False,
@@ -332,7 +332,7 @@ def published_device() -> Device:
 def device_of_row(row: Row) -> Device:
     """Return the GPU of `row` in hosts as it says."""
     known = published_device() if row.gpu == "h100-96" else resolve_device(row.gpu)
-    return replace(known, gpus_per_host=row.gpus_per_host)
+    return replace(known, gpus_per_node=row.gpus_per_node)
 
 
 def job_of(row: Row, without: Sequence[str] = ()) -> Job:
