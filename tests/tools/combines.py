@@ -2,7 +2,7 @@
 
 Each pair of options is asked of a tiny model, with ``ac="selective"`` where neither of the two is a mode: `Job.of` refuses
 it, or it trains. Pairs that require no other rank train in this process, and their gradients are compared with those of
-no checkpointing. The others run as rank 0 of a job on fake tensors (`nemo_like.dry_run`), and pairs that it does not take
+no checkpointing. The others run as rank 0 of a job on fake tensors (`nemo_like.dry_run`), and pairs it does not take
 train on gloo ranks (`--ranks`).
 """
 
