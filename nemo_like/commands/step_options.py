@@ -92,9 +92,9 @@ def asked_job(args: argparse.Namespace) -> Job:
     """
     flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
     if args.pp > 1:
-        for name, flag in FLAGS.items():
-            if not flag.stages and flags[name] != flag.default:
-                raise ValueError(f"{flag.word} with --pp is not planned. Leave one of the two out.")
+        for name, value in flags.items():
+            if not FLAGS[name].stages and value != FLAGS[name].default:
+                raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
     stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
     if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored and flags["reduce_dtype"] is None:
         flags["precision"] = None  # a dtype that the parameters have anyway is not a cast

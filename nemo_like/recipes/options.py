@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
 WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
-# By the part of a job: the option without which nothing reads the options of that part.
+# By the part of a job: the option without which nothing reads the options of that part. `finetune` has no --strategy.
 NEEDS = {
     "strategy": Need("--strategy fsdp2", lambda options: getattr(options, "strategy", "fsdp2") == "fsdp2"),
     "cp": Need("--cp above 1", lambda options: options.cp > 1),
