@@ -146,8 +146,8 @@ def _titan(line: dict[str, str], gpu: str, source: str, name: str) -> Row:
 
 def _more(line: dict[str, str], name: str) -> Row:
     sizes = [int(line[axis]) for axis in ("tp", "cp", "pp")]
-    gpus, host = int(line["gpus"]), _per_host(line["gpu"])
-    shard = int(line["dp_shard"] or host)  # HSDP: a host shards
+    gpus, node = int(line["gpus"]), _per_node(line["gpu"])
+    shard = int(line["dp_shard"] or node)  # HSDP: a node shards
     replicas = gpus // (shard * sizes[0] * sizes[1] * sizes[2])
     data, micro = shard * replicas, int(line["micro_batch"])
     batch = re.search(r"global batch (\d+)", line["note"])
@@ -158,7 +158,7 @@ def _more(line: dict[str, str], name: str) -> Row:
     return _row(
         line,
         id=name,
-        gpus_per_node=host,
+        gpus_per_node=node,
         dp_replicate=replicas,
         dp_shard=shard,
         schedule=("interleaved_1f1b" if interleaved else "1f1b") if sizes[2] > 1 else "",
@@ -204,7 +204,7 @@ def _row(line: dict[str, str], **more: Any) -> Row:
     return Row(**(read | words | sizes | more))
 
 
-def _per_host(gpu: str) -> int:
+def _per_node(gpu: str) -> int:
     return 72 if gpu.startswith("gb") else 8
 
 
