@@ -19,6 +19,6 @@ def run(args: argparse.Namespace) -> int:
         device = table[name]
         speeds = f"{device['bf16_tflops']:>9,.4g} TFLOP/s{device['memory_gbps']:>8,} GB/s"
         print(f"{name:12}{device['memory_gib']:>7.1f} GiB{speeds}{device['gpus_per_node']:>9}")
-    print("\nSpeeds are of the data sheet; plans use the share that kernels reach. Also: a file\nlike devices.json.")
+    print("\nSpeeds are of the data sheet; plans use the share that kernels reach.\nAlso: a file like devices.json.")
     print("Try: nemo-like fit --model llama3-8b --gpus 8 --gpu h200")
     return 0
