@@ -12,6 +12,7 @@ from torch import nn
 from nemo_like import cli
 from nemo_like.bench import BenchOptions, Comparison, compare_modes
 from nemo_like.bench.measured_step import compare_gradients, measure_bytes, measure_flops, summarize
+from tests.tools.benchmarks.__main__ import make_parser
 from tests.tools.benchmarks.public_numbers import (
     OOM,
     all_rows,
@@ -183,3 +184,8 @@ def test_a_row_that_is_refused_is_in_the_table() -> None:
 
     line = compared(ROWS["A2"], refuse)  # type: ignore[arg-type]
     assert line["refused"] == "ValueError: no such step" and line["published_gib"] == 77.0
+
+
+def test_the_measuring_program_reads_its_arguments() -> None:
+    given = make_parser().parse_args(["public", "--json", "numbers.json"])
+    assert (given.suite, given.json, given.jobs) == ("public", "numbers.json", 100)

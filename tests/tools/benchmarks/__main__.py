@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from nemo_like._util.console import examples, start_logging
+from nemo_like._util.console import examples, start_logging, write_text
+from nemo_like._util.help_parser import HelpParser
 from nemo_like.bench.measured_step import cpu_threads
 from nemo_like.bench.side_by_side import surroundings
 from nemo_like.commands.bench_command import add_arguments, options_of
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = suite.run(options)
             measured.about |= surroundings(options.place())
         if args.json is not None:
-            args.json.write_text(json.dumps(asdict(measured), indent=2, default=str) + "\n", encoding="utf-8")
+            write_text(args.json, json.dumps(asdict(measured), indent=2, default=str))
         print(f"{measured.title}\n\n{markdown(suite.columns, measured.rows)}\n")
         print(", ".join(f"{key}: {value}" for key, value in measured.about.items()), *measured.notes, sep="\n")
         return 0
@@ -65,14 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
     """A suite's name, then the options of `nemo-like bench`."""
     suites = "\n".join(f"  {name:<10} {suite.help}" for name, suite in SUITES.items())
     suites += f"\n  {RANDOM} whether a plan, fit and a fake rank agree about jobs that are drawn"
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=f"suites:\n{suites}",
-        epilog=examples(PROGRAM, ("public", "overhead")),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = HelpParser(
+        prog=PROGRAM, description=f"suites:\n{suites}", epilog=examples(PROGRAM, ("public", "overhead"))
     )
-    parser.add_argument("suite", choices=[*SUITES, RANDOM], help="what to measure")
-    parser.add_argument("--jobs", type=int, default=100, help=f"{RANDOM}: how many jobs")
+    parser.add_argument("suite", group="output", choices=[*SUITES, RANDOM], help="what to measure")
+    parser.add_argument("--jobs", group="output", type=int, default=100, help=f"{RANDOM}: how many jobs")
     parser.add_argument("--seed", type=int, default=0, help=f"{RANDOM}: of the first job, which the next ones follow")
     add_arguments(parser)
     parser.set_defaults(own=parser)
