@@ -12,7 +12,7 @@ import torch
 
 from nemo_like import FSDP2, parallelize
 from nemo_like.models import resolve_model
-from nemo_like.options import PipelineParallel
+from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe
 from nemo_like.recipes import pretrain
@@ -115,7 +115,7 @@ def _run_lines(rank, world_size, config, data, asked):
     report = fit(config, **said)
     best = report.best
     ids = torch.randint(256, (best.layout.micro_batch, 64), generator=torch.Generator().manual_seed(1))
-    names = {"parallelize": parallelize, "FSDP2": FSDP2, "PipelineParallel": PipelineParallel}
+    names = {each.__name__: each for each in (parallelize, FSDP2, PipelineParallel, TensorParallel)}
     names |= {"model": resolve_model(config).build(), "batch": {"input_ids": ids, "labels": ids}}
     exec(best.call(), names)
     model, whole = names.get("pipeline", names["model"]), ids.repeat(best.layout.grad_accum, 1)
