@@ -37,7 +37,7 @@ def _run(rank, world_size, limit, pins):
     "pins",
     [
         {"ac": "plan", "micro_batch": 4, "offload": "none", "cp": 1, "tp": 1},
-        {"ac": "full", "cp": 2, "micro_batch": 4, "offload": "none", "loss": "model"},
+        {"ac": "full", "cp": 2, "micro_batch": 4, "offload": "none", "loss": "model", "sync": "every"},
     ],
 )
 def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
