@@ -23,14 +23,19 @@ def _flags(cls: type, prefix: str = "") -> Iterator[Flag]:
         if (flag := field.metadata.get("flag")) is not None:
             default = field.default if flag.default is FIELDS else flag.default
             name = flag.name or field.name
-            yield replace(flag, name=name, field=prefix + field.name, owner=cls, default=default)
+            yield replace(
+                flag,
+                name=name,
+                default=default,
+                column=flag.column or name,
+                field=prefix + field.name,
+                owner=cls,
+            )
         if dataclasses.is_dataclass(field.default):
             yield from _flags(type(field.default), f"{field.name}.")
 
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in _flags(Job)}
-# Names of those that may move tensors to CPU memory.
-MOVES = tuple(flag.name for flag in FLAGS.values() if flag.moves)
 
 
 def flags_on(command: str) -> tuple[str, ...]:

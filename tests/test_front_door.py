@@ -402,7 +402,7 @@ def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "memory:\n  --toys N    toys that share a box (default: 1)" in parser.format_help()
     with pytest.raises(ValueError, match=r"--toys is 0; it must be a finite number >= 1"):
         flags.check_flag("toys", 0)
-    options = recipe_options.options_of("pretrain")(type("ToyRecipe", (Options,), {"__annotations__": {}}))
+    options = recipe_options.with_flags("pretrain")(type("ToyRecipe", (Options,), {"__annotations__": {}}))
     assert options(toys=3).toys == 3 and options().toys == 1
     with pytest.raises(ValueError, match="--toys is 0"):
         options(toys=0)

@@ -14,7 +14,8 @@ from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
-from nemo_like.flags import FLAGS, MOVES, add_flags, add_pins, flags_of, flags_on, job_of
+from nemo_like.commands.step_options import refuse_host_memory
+from nemo_like.flags import FLAGS, add_flags, add_pins, flags_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
@@ -212,8 +213,7 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--as prints arguments, and --json - prints JSON alone. Give --json a file.")
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
-    if all(getattr(args, name) in (FLAGS[name].default, [FLAGS[name].default]) for name in MOVES):
-        refuse_unread(args, ["host_memory"], "with these flags nothing goes to CPU memory.")
+    refuse_host_memory(args)
 
 
 def _calibrate() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread, whole_or
 from nemo_like.commands import LORA, VOCAB_SIZE
-from nemo_like.flags import FLAGS, MOVES, add_flags, flags_of, flags_on, job_of
-from nemo_like.options import FLOAT8, parse_dtype
+from nemo_like.flags import FLAGS, add_flags, flags_of, flags_on, job_of
+from nemo_like.options import FLOAT8, normalise, parse_dtype
 
 if TYPE_CHECKING:  # the options are needed without torch and the planner
     from nemo_like.job import Job
@@ -74,14 +74,21 @@ def check_step_options(args: argparse.Namespace) -> None:
             refuse_unread(args, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too.")
     if args.cp == 1:
         refuse_unread(args, flags_of("cp"), "without --cp above 1 every rank has whole sequences.")
-    if not any(getattr(args, name) != FLAGS[name].default for name in MOVES):
-        refuse_unread(args, ["host_memory"], f"that takes {' or '.join(FLAGS[name].word for name in MOVES)}.")
+    refuse_host_memory(args)
     if args.input_shape:
         refuse_unread(
             args,
             ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"],
             "--input-shape is the whole input.",
         )
+
+
+def refuse_host_memory(args: argparse.Namespace) -> None:
+    """Raise ValueError for ``--host-memory`` where all flags that move tensors to CPU memory are given as off."""
+    moving = [flag for flag in FLAGS.values() if flag.moves]
+    given = [(flag, value if isinstance(value := getattr(args, flag.name), list) else [value]) for flag in moving]
+    if all({normalise(each) if isinstance(each, str) else each for each in of} == {flag.default} for flag, of in given):
+        refuse_unread(args, ["host_memory"], f"that takes {' or '.join(flag.word for flag in moving)}.")
 
 
 def asked_job(args: argparse.Namespace) -> Job:

@@ -40,8 +40,10 @@ def accelerate_settings() -> AccelerateSettings:
     kind = str(getattr(state.distributed_type, "value", ""))
     shards = None
     if plugin is not None and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2:
-        offloads = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-        shards = FSDP2(reshard_after_forward=plugin.reshard_after_forward, cpu_offload=offloads)
+        shards = FSDP2(
+            reshard_after_forward=plugin.reshard_after_forward,
+            cpu_offload=type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        )
     others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "" if shards else "FSDP1"}
     return AccelerateSettings(
         # Read only where FSDP runs: elsewhere accelerate makes no use of it.

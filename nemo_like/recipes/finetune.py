@@ -23,7 +23,7 @@ from nemo_like._util.json_file import replace_folder
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.option_fields import parse_options
 from nemo_like.distributed import launch
-from nemo_like.flags import FLAGS, flags_of, flags_on
+from nemo_like.flags import FLAGS, flags_of
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch
 from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingMixin
@@ -31,6 +31,7 @@ from nemo_like.options import FSDP2
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.layouts import SHARDING
 from nemo_like.recipes.data import open_samples
 from nemo_like.recipes.options import FinetuneOptions
 
@@ -218,9 +219,7 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
     """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
     (model, job), ranks = trainer.planned_job(), launch.world_size()
-    pins: dict[str, Any] = {
-        name: [getattr(job.fsdp or FSDP2(), name)] for name in flags_of("strategy") if name in flags_on("pins")
-    }
+    pins: dict[str, Any] = {flag.name: [getattr(job.fsdp or FSDP2(), flag.name)] for flag in SHARDING}
     report = fit(
         model,
         gpus=ranks,

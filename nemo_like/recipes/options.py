@@ -46,14 +46,13 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, job_option))
-def options_of(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
+def with_flags(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
     """Return the decorator of a class of options that has all flags that `command` takes (see `Flag.on`)."""
 
     def decorate(cls: type[AnyOptions]) -> type[AnyOptions]:
-        for name in flags_on(command):
-            if name not in cls.__annotations__:
-                cls.__annotations__[name] = Any
-                setattr(cls, name, job_option(name))
+        for name in [name for name in flags_on(command) if name not in cls.__annotations__]:
+            cls.__annotations__[name] = Any
+            setattr(cls, name, job_option(name))
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return decorate
@@ -74,7 +73,7 @@ class SharedOptions(Options):
     )
 
 
-@options_of("pretrain")
+@with_flags("pretrain")
 class PretrainOptions(SharedOptions):
     """Options of pretraining."""
 
@@ -286,7 +285,7 @@ class PretrainOptions(SharedOptions):
 _ADAPTERS = Need("--lora", lambda options: options.lora or options.qlora)
 
 
-@options_of("finetune")
+@with_flags("finetune")
 class FinetuneOptions(SharedOptions):
     """Options of fine-tuning."""
 

@@ -390,9 +390,10 @@ class _Columns:
         self.chunked = self.row([way.loss == "chunked" for way in ways])
         self.moves = self.row([way.offload != "none" for way in ways])
         self.there = self.row([moves_state(way.fsdp, self.device.kind) for way in ways])
-        stays = self.row([not unit_reshards(way.fsdp, "layer") for way in ways])
-        staged = self.row([not unit_reshards(in_stage(way.fsdp), "layer") for way in ways])
-        self.stays = stays | (staged & self.staged)  # Weights stay gathered after forward.
+        # Weights stay gathered after forward.
+        self.stays = self.row([not unit_reshards(way.fsdp, "layer") for way in ways]) | (
+            self.row([not unit_reshards(in_stage(way.fsdp), "layer") for way in ways]) & self.staged
+        )
         self.last = self.row([way.sync == "last" for way in ways])
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
         self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)

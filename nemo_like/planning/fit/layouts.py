@@ -62,8 +62,8 @@ class Layout:
     @property
     def words(self) -> dict[str, Any]:
         """Its values by the name of their pin."""
-        words = vars(self) | {flag.name: getattr(self.fsdp, flag.name) for flag in SHARDING}
-        return {name: value for name, value in words.items() if name != "fsdp"}
+        of_fsdp = {flag.name: getattr(self.fsdp, flag.name) for flag in SHARDING}
+        return {name: value for name, value in (vars(self) | of_fsdp).items() if name != "fsdp"}
 
     @property
     def gpus(self) -> int:

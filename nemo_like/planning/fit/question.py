@@ -112,9 +112,8 @@ class Question:
 
     def _searched(self, flag: Flag) -> tuple[Any, ...]:
         """Return the values of an option of FSDP2 that are tried where none is given; a CPU's CPU memory is its own."""
-        if self.gpus == 1 or (flag.moves and (self.device.kind == "cpu" or self.lacks_host_rates)):
-            return flag.searched[:1]
-        return flag.searched
+        stays = flag.moves and (self.device.kind == "cpu" or self.lacks_host_rates)
+        return flag.searched[:1] if self.gpus == 1 or stays else flag.searched
 
     @property
     def lacks_host_rates(self) -> bool:

@@ -375,7 +375,7 @@ _COLUMNS = (
     Column("ac", left=True),
     Column("loss", left=True),
     Column("offload", left=True),
-    *(Column(flag.column or flag.name, 2, left=True) for flag in SHARDING),
+    *(Column(flag.column, 2, left=True) for flag in SHARDING),
     Column("peak", 6),
     Column("reserved", 1),
     Column("ms", 2),
@@ -390,7 +390,7 @@ _USUAL = {
     "ep": "1",
     "pp": "1",
     "offload": "none",
-} | {flag.column or flag.name: _cell(flag, flag.searched[0]) for flag in SHARDING}
+} | {flag.column: _cell(flag, flag.searched[0]) for flag in SHARDING}
 
 
 @dataclass(frozen=True)
