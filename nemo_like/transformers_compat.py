@@ -9,9 +9,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -46,6 +47,11 @@ ATTENTION = "_attn_implementation"
 # The same, of this configuration alone and not of those below it.
 OWN_ATTENTION = "_attn_implementation_internal"
 
+# --- Initialisation ---------------------------------------------------------------------------------------------------
+
+# An attribute of tensors whose values are kept.
+INITIALIZED = "_is_hf_initialized"
+
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
 # The module of the hooks that record routers' logits and attentions.
@@ -78,6 +84,16 @@ def _inside(module: str, name: str) -> Any:
 def model_base() -> Any:
     """The base class of transformers' models; None where transformers is not imported."""
     return None if "transformers.modeling_utils" not in sys.modules else _inside("modeling_utils", "PreTrainedModel")
+
+
+def guarded_initializers() -> AbstractContextManager[None]:
+    """Return a context in which torch's initializers keep the tensors that are marked as initialized."""
+    guard = "guard_torch_init_functions"
+    return (
+        nullcontext()
+        if model_base() is None
+        else cast("AbstractContextManager[None]", _inside("initialization", guard)())
+    )
 
 
 # Each of these is called to get it:

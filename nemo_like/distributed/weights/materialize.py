@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import rng_state, set_rng_state
@@ -22,10 +23,18 @@ from nemo_like.distributed.weights.sources import (
     check_names,
     open_source,
 )
-from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
-from nemo_like.torch_compat import ActivationWrapper, wrapped_module
+from nemo_like.distributed.weights.tensor_locations import (
+    CPU_OFFLOAD_MARK,
+    Slot,
+    copy_whole,
+    find_slots,
+    original_classes,
+)
+from nemo_like.torch_compat import ActivationWrapper, tree_map_only, wrapped_module
+from nemo_like.transformers_compat import INITIALIZED, guarded_initializers, model_base
 
 InitFn = Callable[[nn.Module], Any]
+Initializers = tuple[list[tuple[nn.Module, InitFn]], list[tuple[nn.Module, InitFn]]]
 Source = StateDictSource | StoredSource
 T = TypeVar("T")
 
@@ -44,10 +53,11 @@ def materialize(
 
     The values come from one of three places:
 
-    - `init_fn`, called as by ``model.apply(init_fn)``: once for each module that has tensors of its own, children
-      first. The module's tensors are *whole* then: drawn values do not depend on the number of ranks, and never is
-      more than one module whole. With no argument at all, each module's own initializer is used: ``_init_weights`` of
-      the Hugging Face model around it, else ``reset_parameters``.
+    - `init_fn`, called as by ``model.apply(init_fn)``: once for each module with tensors in it or below it, children
+      first. Each tensor that the call uses is *whole* until it returns, so drawn values do not depend on the number of
+      ranks. With no argument at all, each module's own initializer is used, as an eager build does: ``_init_weights``
+      of the Hugging Face model around it, else ``reset_parameters``. After ``torch.manual_seed(seed)``, the model's
+      ``initialize_weights()`` draws the same values on the same device.
     - `state_dict`: whole tensors under the original model's names, the same on every rank.
     - `checkpoint`: a folder of `torch.distributed.checkpoint`, or a folder or file of safetensors (each rank reads the
       bytes of its shards), or a file of ``torch.save``.
@@ -71,7 +81,7 @@ def materialize(
     slots = find_slots(model)
     sharded = any(isinstance(slot.tensor, DTensor) for slot in slots)
 
-    def prepare() -> tuple[Source | None, list[tuple[nn.Module, InitFn]], torch.device, torch.device]:
+    def prepare() -> tuple[Source | None, Initializers, torch.device, torch.device]:
         if state_dict is not None and checkpoint is not None:
             raise ValueError("materialize takes a state_dict or a checkpoint; both were given.")
         _refuse_unfit(model, slots)
@@ -91,7 +101,9 @@ def materialize(
     if source is not None:
         values |= _on_every_rank(lambda: _read(slots, source, place, compute), sharded)
     with _seeded(seed, sharded):
-        values |= _on_every_rank(lambda: _initialize(initializers, slots, values, place, compute), sharded)
+        known = {slot: slot.tensor for slot in slots if not slot.tensor.is_meta} | values
+        made = _MadeWhole(known, place, compute)
+        values |= _on_every_rank(lambda: _initialize(model, initializers, slots, made, init_fn is not None), sharded)
     for slot in slots:
         if slot in values:
             slot.put(values[slot])
@@ -144,79 +156,155 @@ def _empty(slot: Slot, place: torch.device, compute: torch.device) -> Tensor:
         return torch.empty_like(slot.tensor.detach(), device=place if slot.is_parameter else compute)
 
 
-def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> list[tuple[nn.Module, InitFn]]:
-    """Return each module with a tensor in `left` and its initializer; children first, as `nn.Module.apply`."""
-    chosen: list[tuple[nn.Module, InitFn]] = []
-    seen: set[nn.Module] = set()
+def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> Initializers:
+    """Return each module with a tensor in `left`, in it or below it, and its initializer; children first, as `apply`.
 
-    def visit(module: nn.Module, name: str, around: InitFn | None) -> None:
+    The second list has modules that have ``reset_parameters``, which the model around them may call in vain.
+    """
+    chosen: list[tuple[nn.Module, InitFn]] = []
+    constructors: list[tuple[nn.Module, InitFn]] = []
+    seen: set[nn.Module] = set()
+    base = model_base() or ()
+
+    def visit(module: nn.Module, name: str, around: InitFn | None, set_above: bool) -> bool:
         while isinstance(module, ActivationWrapper):
             module = wrapped_module(module)
         if module in seen:
-            return
+            return False
         seen.add(module)
-        # Every Hugging Face model has it; the innermost one around a module knows the module best.
-        around = getattr(module, "_init_weights", None) or around
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, around)
-        if not any(id(t) in left for t in (*module._parameters.values(), *module._buffers.values())):
-            return
-        itself = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if init_fn is not None:
-            chosen.append((module, init_fn))
-        elif around is not None:
-            chosen.append((module, around))
-        elif callable(itself):
-            chosen.append((module, lambda _: itself()))
-        else:
-            names = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
+        if around is None or isinstance(module, base):  # of models of transformers, the innermost one
+            around = getattr(module, "_init_weights", None) or around
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        itself = (lambda _: reset()) if callable(reset) else None
+        initialize = init_fn or around or itself
+        set_above = set_above or initialize is not None
+        own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
+        below = [
+            visit(child, f"{name}.{child_name}" if name else child_name, around, set_above)
+            for child_name, child in module.named_children()
+        ]
+        if not own and not any(below):
+            return False
+        if own and not set_above:
             raise ValueError(
-                f"Nothing can compute {', '.join(names)} of {name or 'the model'!r}, {a_or_an(module)}: it has "
+                f"Nothing can compute {', '.join(own)} of {name or 'the model'!r}, {a_or_an(module)}: it has "
                 "no reset_parameters(). Give it one, or pass init_fn."
             )
+        if initialize is not None:
+            chosen.append((module, initialize))
+        if own and initialize is not itself and itself is not None and init_fn is None:
+            constructors.append((module, itself))
+        return True
 
-    visit(model, "", None)
-    return chosen
+    visit(model, "", None, False)
+    return chosen, constructors
+
+
+# What an initializer reads of a tensor without its values.
+_DESCRIBES = {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
+_DESCRIBES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
+
+
+class _MadeWhole(TorchFunctionMode):
+    """Gives an initializer the model's tensors whole, each at its first use, since a parent may set its children's.
+
+    Before, the model has stand-ins on the meta device. `keep` takes this rank's parts of the tensors that were used.
+    """
+
+    def __init__(self, known: Mapping[Slot, Tensor], place: torch.device, compute: torch.device) -> None:
+        super().__init__()
+        self.values: dict[Slot, Tensor] = {}
+        self._known, self._place, self._compute = known, place, compute
+        self._slots: dict[int, tuple[Slot, bool]] = {}
+        self._wholes: dict[int, Tensor] = {}
+
+    def stand_in(self, slot: Slot, kept: bool) -> Tensor:
+        """Return a tensor to register in place of the slot's; without `kept`, what is written to it is dropped."""
+        tensor = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device="meta")
+        if slot.is_parameter:
+            tensor = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad)
+        vars(tensor).update(vars(slot.tensor))  # marks such as ``_no_reinit``
+        if slot in self._known:
+            setattr(tensor, INITIALIZED, True)
+        self._slots[id(tensor)] = slot, kept
+        return tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _DESCRIBES:
+            args, kwargs = tree_map_only(Tensor, self._whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._slots:
+            return tensor
+        if id(tensor) not in self._wholes:
+            slot, kept = self._slots[id(tensor)]
+            # Values that an eager build computes on the CPU may differ elsewhere in the last bit; weights are drawn.
+            whole = _unset(slot, self._compute if slot.is_parameter else torch.device("cpu"))
+            value = self.values.get(slot, self._known.get(slot))
+            if kept and value is not None:
+                whole.copy_(value.full_tensor() if isinstance(value, DTensor) else value)  # a collective
+            self._wholes[id(tensor)] = whole
+        return self._wholes[id(tensor)]
+
+    def keep(self) -> None:
+        """Take this rank's parts of the tensors that are whole, and let go of them."""
+        for stand_in, whole in self._wholes.items():
+            slot, kept = self._slots[stand_in]
+            if kept:
+                self.put(slot, whole)
+        self._wholes.clear()
+
+    def put(self, slot: Slot, whole: Tensor) -> None:
+        """Take this rank's part of `whole`, unless the values are known."""
+        if slot not in self._known:
+            self.values[slot] = _empty(slot, self._place, self._compute)
+            copy_whole(self.values[slot], whole)
 
 
 def _initialize(
-    initializers: list[tuple[nn.Module, InitFn]],
+    model: nn.Module,
+    initializers: Initializers,
     slots: list[Slot],
-    known: Mapping[Slot, Tensor],
-    place: torch.device,
-    compute: torch.device,
+    made: _MadeWhole,
+    tied: bool,
 ) -> dict[Slot, Tensor]:
-    """Run each initializer on its module made whole and keep this rank's part; the modules are left as they were."""
-    slot_of = {id(slot.tensor): slot for slot in slots}
-    values: dict[Slot, Tensor] = {}
-    for module, initialize in initializers:
-        whole: dict[Slot, Tensor] = {}
-        before: list[tuple[dict[str, Any], str, Tensor]] = []
-        registries: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for registered in registries:
-            for name, tensor in registered.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                slot = slot_of[id(tensor)]
-                # Values that an eager build computes on the CPU may differ elsewhere in the last bit; weights are
-                # drawn.
-                whole[slot] = _unset(slot, compute if slot.is_parameter else torch.device("cpu"))
-                before.append((registered, name, tensor))
-        try:
-            for registered, name, tensor in before:
-                registered[name] = whole[slot_of[id(tensor)]]
-            with torch.no_grad():
-                initialize(module)
-            for registered, name, tensor in before:
-                slot = slot_of[id(tensor)]
-                if slot not in known:
-                    _refuse_unset(slot, registered[name])
-                    values[slot] = _empty(slot, place, compute)
-                    copy_whole(values[slot], registered[name])
-        finally:
-            for registered, name, tensor in before:
-                registered[name] = tensor
-    return values
+    """Return this rank's part of what the initializers set; the modules are left as they were.
+
+    tied: a tied tensor is one for the initializers, too. transformers and constructors tie afterwards: the values in
+    its first place count.
+    """
+    before: list[tuple[Slot, dict[str, Any], str, Tensor]] = []
+    chosen, constructors = initializers
+    try:
+        for slot in slots:
+            first = made.stand_in(slot, kept=True)
+            for at, (module, name) in enumerate(slot.places):
+                registered: dict[str, Any] = module._parameters if slot.is_parameter else module._buffers
+                before.append((slot, registered, name, registered[name]))
+                registered[name] = first if tied or not at else made.stand_in(slot, kept=False)
+        own = {id(module): [s for s in slots if any(m is module for m, _ in s.places)] for module, _ in constructors}
+        with original_classes(model), guarded_initializers(), torch.no_grad():
+            for module, initialize in chosen:
+                with made:
+                    initialize(module)
+                made.keep()
+            for module, initialize in constructors:
+                # The model around it has no rule for it: its constructor's values stay in an eager build.
+                if not any(slot in made.values for slot in own[id(module)]):
+                    with made:
+                        initialize(module)
+                    made.keep()
+        for slot, registered, name, _ in before:
+            if not registered[name].is_meta:  # the initializer registered another tensor
+                made.put(slot, registered[name])
+    finally:
+        for _, registered, name, tensor in before:
+            registered[name] = tensor
+    for slot in (slot for slot in slots if slot not in made._known):
+        _refuse_unset(slot, made.values.get(slot))
+    return made.values
 
 
 def _unset(slot: Slot, device: torch.device) -> Tensor:
@@ -229,11 +317,14 @@ def _unset(slot: Slot, device: torch.device) -> Tensor:
     return nn.Parameter(whole, requires_grad=slot.tensor.requires_grad) if slot.is_parameter else whole
 
 
-def _refuse_unset(slot: Slot, whole: Tensor) -> None:
-    if whole.is_floating_point() or whole.is_complex():
-        unset = whole.isnan().any()
-    elif whole.dtype != torch.bool and whole.numel():
-        unset = (whole == torch.iinfo(whole.dtype).max).all()
+def _refuse_unset(slot: Slot, value: Tensor | None) -> None:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local is None:
+        unset = torch.tensor(True)
+    elif local.is_floating_point() or local.is_complex():
+        unset = local.isnan().any()
+    elif local.dtype != torch.bool and local.numel():
+        unset = (local == torch.iinfo(local.dtype).max).all()
     else:
         return
     if unset:

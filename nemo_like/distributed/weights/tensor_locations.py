@@ -1,6 +1,7 @@
 """The places where a model's tensors are registered, under the names of the original model."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_name, join
-from nemo_like.torch_compat import as_dtensor_type, tree_map_only
+from nemo_like.torch_compat import ActivationWrapper, as_dtensor_type, tree_map_only
 
 # Set on a root whose shards wait in CPU memory, which FSDP2 does not tell in public.
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
@@ -75,6 +76,21 @@ def show_shards(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """Give FSDP's units their own classes back inside, since transformers asks for names of classes."""
+    # By `type`, since a wrapper's ``__class__`` is that of the module inside.
+    classes = [(module, type(module)) for module in model.modules()]
+    units = [(m, cls) for m, cls in classes if issubclass(cls, FSDPModule) and not issubclass(cls, ActivationWrapper)]
+    try:
+        for module, cls in units:
+            module.__class__ = cls.__bases__[1]
+        yield
+    finally:
+        for module, cls in units:
+            module.__class__ = cls
 
 
 def copy_whole(target: Tensor, whole: Tensor) -> None:

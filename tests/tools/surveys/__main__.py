@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_like._util.console import check_writable, examples, refuse_unread, start_logging
 from nemo_like._util.words import check_whole
 from nemo_like.options import did_you_mean
-from tests.tools.surveys import layers, losses, plan_page, plans, popular
+from tests.tools.surveys import initial_values, layers, losses, plan_page, plans, popular
 
 PROGRAM = "python -m tests.tools.surveys"
 
@@ -58,6 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--popular", action="store_true", help="survey every option on thirty models instead (ten minutes)"
     )
+    parser.add_argument(
+        "--initial", action="store_true", help="compare the values of materialize(seed=) instead (15 minutes)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="worker processes (default: 2)")
     parser.set_defaults(own=parser)
     return parser
@@ -75,12 +78,14 @@ def _run(args: argparse.Namespace) -> int:
         args.output = args.output or popular.PAGE
         args.output.write_text(popular.page())
         return 0
-    if args.losses or args.plan:
+    if args.losses or args.plan or args.initial:
         refuse_unread(args, ["processes"], "this survey runs in one process.")
     check_whole("--processes", args.processes, 1)
     check_writable("--output", args.output)
     if args.losses:
         return _survey_losses(args)
+    if args.initial:
+        return _survey_initial_values(args)
     return _survey_plans(args) if args.plan else _survey_layers(args)
 
 
@@ -105,6 +110,16 @@ def _survey_losses(args: argparse.Namespace) -> int:
     rows = list(losses.survey(args.only or known))
     _write_section(args.output, losses.SECTION, losses.markdown(rows))
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _survey_initial_values(args: argparse.Namespace) -> int:
+    known = layers.model_types()
+    _check_types(args.only or (), known)
+    rows = list(initial_values.survey(args.only or known))
+    (args.output or initial_values.PAGE).write_text(initial_values.markdown(rows))
+    return (
+        1 if any(row.verdict == "different" and row.model_type not in initial_values.EXCEPTIONS for row in rows) else 0
+    )
 
 
 def _survey_plans(args: argparse.Namespace) -> int:
