@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,10 +52,21 @@ def blocks(logits: Tensor, copies: bool = True) -> Iterator[slice]:
     yield from pieces(count, size, logits)
 
 
+# Times that the operators of a piece run in a real step: on fake tensors the last piece is all that follow, too.
+REPEATS: ContextVar[float] = ContextVar("REPEATS", default=1.0)
+
+
 def pieces(count: int, size: int, like: Tensor) -> Iterator[slice]:
-    """0 ... `count` in steps of `size`. On fake tensors two of them, since each takes the memory of the one before."""
-    for start in range(0, min(count, 2 * size) if is_fake(like) else count, size):
-        yield slice(start, min(start + size, count))
+    """0 ... `count` in steps of `size`. On fake tensors two of them, since each takes the memory of the one before; then
+    the second one has the seconds of all that follow (`REPEATS`)."""
+    shown, before = min(count, 2 * size) if is_fake(like) else count, REPEATS.get()
+    try:
+        for start in range(0, shown, size):
+            stop = min(start + size, count)
+            REPEATS.set(before * ((count if stop == shown else stop) - start) / (stop - start))
+            yield slice(start, stop)
+    finally:
+        REPEATS.set(before)
 
 
 def new_losses(logits: Tensor, *kinds: int) -> Tensor:

@@ -10,6 +10,7 @@ from nemo_like._util.log import say_once
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.fake.run import ALIASES
+from nemo_like.losses.rows import REPEATS
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
@@ -87,7 +88,8 @@ class OpSeconds(TorchDispatchMode):
         if inputs and not _views(func):
             half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
             flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
-            seconds = max(flops / self.device.flops_of(func, half=half), moved / self.device.bandwidth)
+            once = max(flops / self.device.flops_of(func, half=half), moved / self.device.bandwidth)
+            seconds = once * REPEATS.get()
             self.seconds += seconds
             self.kinds[kernel_kind(func, flops)] += seconds
         return out
