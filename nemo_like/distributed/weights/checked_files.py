@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata, ReadItem
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata, ReadItem
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nemo_like._util.words import a_or_an
@@ -41,7 +42,22 @@ class CheckedReader(FileSystemReader):
 
 
 class CheckedPlanner(DefaultLoadPlanner):
-    """torch's planner, which reads objects as it reads tensors: plain data alone."""
+    """torch's planner, which reads objects as it reads tensors: plain data alone.
+
+    A parameter that had no gradient before the checkpoint was written may have no moments there: those of the state to
+    fill stay.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read what the checkpoint has."""
+        assert self.metadata is not None
+        in_file = self.metadata.state_dict_metadata
+        stepped = {_owner(name) for name in in_file}
+        moments = [n for n, v in self.state_dict.items() if isinstance(v, Tensor) and n.startswith("optimizer.")]
+        unread = [name for name in moments if name not in in_file and _owner(name) not in stepped]
+        for name in unread:
+            del self.state_dict[name]
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object in its place.
@@ -52,6 +68,11 @@ class CheckedPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)  # reads the same bytes again, with weights_only=False
+
+
+def _owner(name: str) -> str:
+    """The parameter that the moment `name` is of."""
+    return name.rpartition(".")[0]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -7,17 +7,14 @@ state is each rank's own part, for `torch.distributed.checkpoint`, which reads i
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,62 +87,150 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
             copy_whole(target, source.get(name))
 
 
+@torch.no_grad()
 def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool = False) -> dict[str, Any]:
     """``{"state": {name: {...}}, "param_groups": [...]}`` with parameter names in place of numbers. A collective.
 
+    A parameter that trains and has had no gradient yet has the moments that the optimizer would begin with, and counts
+    0 steps. `set_optimizer_state` gives it none, so a checkpoint is resumed whichever parameters had gradients.
+    A frozen parameter has the moments of earlier steps, if any. `torch.distributed.checkpoint` reads only what the state
+    to fill has: freeze after loading.
+
     Args:
-        full: whole copies in CPU memory, on rank 0 only. False: sharded as the parameters are; ``param_groups`` of a
-            pipeline's module (`Pipeline.module`) are those of all stages.
+        full: whole copies in CPU memory, of counters and options too, on rank 0 only. False: sharded as the parameters
+            are, and the optimizer's own tensors, not copies; ``param_groups`` of a pipeline's module
+            (`Pipeline.module`) are those of all stages.
 
     Raises:
-        ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
+        ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has; or a parameter of
+            `optimizer` is not in `model`.
     """
     check_model(model)
     if full:
         _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    state: dict[str, Any] = {}
+    for name, (parameter, group) in _optimized(model, optimizer).items():
+        entry = optimizer.state.get(parameter) or {}
+        if not entry and parameter.requires_grad:
+            entry = _first_moments(optimizer, parameter, group)
+        if entry:
+            entry = tree_map_only(Tensor, _copied if full else in_boxes, dict(entry))
+            state |= {name: entry} if not full or launch.rank() == 0 else {}
+    groups = _named_groups(model, optimizer)
     if full:
-        return state
-    state["param_groups"] = _groups_of_all_stages(model, state["param_groups"])
-    return tree_map_only(DTensor, in_boxes, state)
+        return (
+            {} if launch.rank() else {"state": state, "param_groups": tree_map_only(Tensor, _copied, deepcopy(groups))}
+        )
+    return {"state": state, "param_groups": _groups_of_all_stages(model, groups)}
 
 
+@torch.no_grad()
 def set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, full: bool = False
 ) -> None:
     """Load the state that `get_optimizer_state` gave, under this or any other way of wrapping the model. A collective.
+
+    The tensors of a sharded state become the optimizer's own. Frozen parameters get their moments, too.
 
     Args:
         full: `state` is whole, on rank 0 (that of the other ranks is not looked at). False: sharded as here.
 
     Raises:
         ValueError: a param group of `optimizer` has no parameter in common with one of `state`'s, or has parameters of
-            several that have different options.
+            several that have different options; or a parameter of `optimizer` is not in `model`.
     """
     check_model(model)
-    show_shards(model)
-    own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    loaded = _own_part(own, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
-    loaded["param_groups"] = [_options_of(group, loaded["param_groups"]) for group in own["param_groups"]]
-    set_optimizer_state_dict(model, optimizer, loaded)
+    optimized = _optimized(model, optimizer)
+    loaded = _own_part(optimizer, optimized, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
+    numbers = {name: number for number, name in enumerate(optimized)}
+    groups = [_options_of(group, loaded["param_groups"]) for group in _named_groups(model, optimizer)]
+    entries: dict[int, Any] = {}
+    for name, (parameter, _) in optimized.items():
+        entry = loaded["state"].get(name) or {}
+        if not _was_stepped(entry):  # as the constructor left it: some optimizers make their state there
+            entry = optimizer.state.get(parameter) or {}
+            entry = {} if _was_stepped(entry) else entry
+        if entry:
+            entries[numbers[name]] = entry
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _own_part(part: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """`own`, this rank's state of an optimizer, with the values of `whole`, which rank 0 has; sent one tensor at a time."""
+Optimized = dict[str, tuple[Tensor, dict[str, Any]]]
+
+
+def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimized:
+    """The parameters of `optimizer` by name, each with its group, in the order of its numbers."""
+    names = {id(slot.tensor): slot.name for slot in _saved_slots(model)}
+    pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in names for parameter, _ in pairs)
+    if foreign:
+        raise ValueError(
+            f"The optimizer has {foreign} parameter(s) that are not in the model, so they have no name. Build it of the "
+            "parameters that the model has after parallelize() and materialize()."
+        )
+    return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
+
+
+def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    names = list(_optimized(model, optimizer))
+    groups = optimizer.state_dict()["param_groups"]
+    return [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+
+
+def _first_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `optimizer` would make for `parameter`, before any step; both stay as they are."""
+    if isinstance(optimizer, torch.optim.LBFGS):  # whose state is of all parameters together
+        return {}
+    stand_in = torch.zeros_like(parameter, requires_grad=True)
+    stand_in.grad = torch.zeros_like(parameter)
+    other = copy(optimizer)
+    rate = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    vars(other).update(state=defaultdict(dict), param_groups=[{**group, "params": [stand_in], "lr": rate}])
+    type(optimizer).step(other)
+    entry = dict(other.state[stand_in])
+    if "step" in entry:
+        entry["step"] = entry["step"] * 0
+    return {} if all(value is None for value in entry.values()) else entry
+
+
+def _was_stepped(entry: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state of a parameter is that after a gradient."""
+    if "step" in entry:
+        return bool(entry["step"] != 0)
+    if set(entry) == {"momentum_buffer"}:  # SGD's, which counts no steps, and begins without one
+        buffer = entry["momentum_buffer"]
+        return buffer is not None and bool((buffer.to_local() if isinstance(buffer, DTensor) else buffer).any())
+    return bool(entry)
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A whole copy of `value` in CPU memory."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to("cpu", copy=True)
+
+
+def _own_part(optimizer: torch.optim.Optimizer, optimized: Optimized, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of the state `whole`, which rank 0 has; sent one tensor at a time."""
     sent = [tree_map_only(Tensor, lambda value: value.to("meta") if value.ndim else value, dict(whole))]
     if launch.world_size() > 1:
         dist.broadcast_object_list(sent, src=0)
+    state: dict[str, Any] = {}
     for name, entry in sent[0]["state"].items():
+        # Without a parameter: of another rank's stage.
+        part = dict(_first_moments(optimizer, *optimized[name])) if name in optimized else None
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 value = _from_first(whole["state"][name][key] if launch.rank() == 0 else value)
-            of_name = part["state"].get(name)  # None: of another rank's stage
-            if of_name is not None and isinstance(of_name.get(key), Tensor) and of_name[key].shape == value.shape:
-                copy_whole(of_name[key], value)
-            elif of_name is not None:
-                of_name[key] = value
-    return {"state": part["state"], "param_groups": sent[0]["param_groups"]}
+            if part is None:
+                continue
+            target = part.get(key)
+            if isinstance(target, Tensor) and target.ndim and target.shape == value.shape:
+                copy_whole(target, value)
+            else:
+                part[key] = value.clone() if isinstance(value, Tensor) else value
+        if part is not None:
+            state[name] = part
+    return {"state": state, "param_groups": sent[0]["param_groups"]}
 
 
 def _from_first(value: Tensor) -> Tensor:

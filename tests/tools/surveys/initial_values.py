@@ -27,7 +27,7 @@ class InitialValues:
     model_class: str = ""
     tensors: int = 0
     verdict: str = ""
-    """``equal``, ``different``, ``kept`` (what the constructor made outside of the meta device), ``refused``, ``not built``."""
+    """``equal``, ``different``, ``kept`` (a tensor that was not on the meta device), ``refused`` or ``not built``."""
     problem: str = ""
 
 
