@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -33,6 +34,36 @@ EVIDENCE = ROOT / "docs" / "evidence"
 
 def _text(page: str) -> str:
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+# Set-up
+
+
+def test_both_commands_of_set_up_are_in_readme() -> None:
+    """The judge of the tests' command is the page for contributors, of the job's the page on installing."""
+    run = r"^bash \.ci/with-venv test pytest -n 2 .+$|^bash \.ci/with-venv train torchrun .+$"
+    readme, install, contributing = (
+        set(re.findall(run, (ROOT / page).read_text(encoding="utf-8"), re.M))
+        for page in ("README.md", "docs/start/install.md", "docs/CONTRIBUTING.md")
+    )
+    assert len(readme) == 2 and readme == install and contributing <= readme and len(contributing) == 1
+
+
+def test_every_extra_of_a_page_is_in_pyproject() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+    named = dict[str, str]()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if path.name == "changelog.md":  # which names extras that are gone
+            continue
+        text = path.read_text(encoding="utf-8")
+        tables = re.findall(r"^\| extra \|.*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M)
+        cells = [row.split("|")[1] for table in tables for row in table.splitlines()]
+        words = [word for cell in cells for word in re.findall(r"`([\w-]+)`", cell)]
+        words += re.findall(r"\bextra `([\w-]+)`", text)
+        words += [word for names in re.findall(r"'\.\[([a-z0-9,-]+)\]'", text) for word in names.split(",")]
+        named |= dict.fromkeys(words, path.name)
+    assert {"hf", "train", "qlora", "wandb"} <= named.keys()
+    assert {word: page for word, page in named.items() if word not in extras} == {}
 
 
 # What combines with what
