@@ -7,9 +7,12 @@ adds a release looks here first.
 
 import importlib
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -107,6 +110,74 @@ mask_functions = partial(_inside, "masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS
 mask_interface = partial(_inside, "masking_utils", "AttentionMaskInterface")
 # and the function of places that means a plain causal mask.
 causal_mask_function = partial(_inside, "masking_utils", "causal_mask_function")
+
+
+# --- Names in files ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A rule of transformers that makes tensors of a model out of tensors of a file."""
+
+    # Calls its argument with each name in the file, and returns the tensors by their names in the model.
+    convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]]
+    # Other names for those, several if the model has copies.
+    names: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NamesInModel:
+    """The names in a model of the tensors of a file."""
+
+    renamed: dict[str, list[str]]  # by the name in the file
+    converted: list[Conversion] = field(default_factory=list)
+
+
+def names_in_model(model: Any, names: Mapping[str, list[str]], stored: Collection[str]) -> NamesInModel:
+    """Return how ``from_pretrained`` names the tensors of a file of `model`'s, as `convert_and_load_state_dict_in_model`.
+
+    Args:
+        names: by transformers' own name of a tensor, its names in what is trained.
+        stored: the names in the file.
+    """
+    rename, order = (_inside(_LOADING, name) for name in ("rename_source_key", "dot_natural_key"))
+    transforms = _inside("conversion_mapping", "get_model_conversion_mapping")(model)
+    converters = [each for each in transforms if isinstance(each, _inside(_LOADING, "WeightConverter"))]
+    renamings = [each for each in transforms if each not in converters]
+    renamed: dict[str, list[str]] = {}
+    sources: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(stored, key=order):
+        name, pattern = rename(key, renamings, converters, model.base_model_prefix, names)
+        if name not in names and key in names:
+            name, pattern = key, None
+        if pattern is None or name not in names:
+            renamed[key] = names.get(name, [key])
+        else:
+            sources.setdefault(name, []).append((pattern, key))
+
+    def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        converter = deepcopy(next(each for each in converters if sources[name][0][0] in each.source_patterns))
+        for pattern, key in sources[name]:
+            converter.add_tensor(name, key, pattern, read(key))
+        made = converter.convert(name, model=model, config=model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+
+    return NamesInModel(renamed, [Conversion(partial(convert, name), names) for name in sources])
+
+
+_LOADING = "core_model_loading"
+
+# PEFT's: an attribute of its models, and the method of a layer with LoRA that sets an adapter's first values.
+PEFT_CONFIG, RESET_LORA = "peft_config", "reset_lora_parameters"
+
+
+def without_peft(name: str) -> str:
+    """Return the original model's name for the tensor that is called `name` once PEFT has wrapped modules around it.
+
+    >>> without_peft("layers.0.q_proj.base_layer.weight"), without_peft("lm_head.modules_to_save.default.weight")
+    ('layers.0.q_proj.weight', 'lm_head.weight')
+    """
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
 def rope_follows_length(module: object) -> bool:

@@ -1,8 +1,9 @@
 """Give a meta-device model its values after sharding, each rank only its shard."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from nemo_like.distributed import launch
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
+    Naming,
     StateDictSource,
     StoredSource,
     check_names,
@@ -26,12 +28,22 @@ from nemo_like.distributed.weights.sources import (
 from nemo_like.distributed.weights.tensor_locations import (
     CPU_OFFLOAD_MARK,
     Slot,
+    adapters,
     copy_whole,
     find_slots,
     original_classes,
 )
 from nemo_like.torch_compat import ActivationWrapper, tree_map_only, wrapped_module
-from nemo_like.transformers_compat import INITIALIZED, guarded_initializers, model_base
+from nemo_like.transformers_compat import (
+    INITIALIZED,
+    PEFT_CONFIG,
+    RESET_LORA,
+    NamesInModel,
+    guarded_initializers,
+    model_base,
+    names_in_model,
+    without_peft,
+)
 
 InitFn = Callable[[nn.Module], Any]
 Initializers = tuple[list[tuple[nn.Module, InitFn]], list[tuple[nn.Module, InitFn]]]
@@ -60,7 +72,9 @@ def materialize(
       ``initialize_weights()`` draws the same values on the same device.
     - `state_dict`: whole tensors under the original model's names, the same on every rank.
     - `checkpoint`: a folder of `torch.distributed.checkpoint`, or a folder or file of safetensors (each rank reads the
-      bytes of its shards), or a file of ``torch.save``.
+      bytes of its shards), or a file of ``torch.save``. Safetensors are named as in the files of transformers, which
+      are read as ``from_pretrained`` reads them; with PEFT, they are the base model's, and adapters of LoRA get the
+      values that PEFT begins with.
 
     Buffers that no state dict has (rotary frequencies, masks) are computed again on the CPU, where an eager build
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.
@@ -80,8 +94,9 @@ def materialize(
     check_model(model)
     slots = find_slots(model)
     sharded = any(isinstance(slot.tensor, DTensor) for slot in slots)
+    made_by_peft = adapters(slots) if hasattr(model, PEFT_CONFIG) else set()
 
-    def prepare() -> tuple[Source | None, Initializers, torch.device, torch.device]:
+    def prepare() -> tuple[Source | None, list[Slot], Initializers, torch.device, torch.device]:
         if state_dict is not None and checkpoint is not None:
             raise ValueError("materialize takes a state_dict or a checkpoint; both were given.")
         _refuse_unfit(model, slots)
@@ -89,17 +104,21 @@ def materialize(
         compute = launch.local_device(next((mesh.device_type for mesh in meshes), None))
         place = torch.device("cpu") if hasattr(model, CPU_OFFLOAD_MARK) else compute
         chosen = state_dict if state_dict is not None else checkpoint
-        source = None if chosen is None else open_source(chosen, {name for slot in slots for name in slot.names})
+        source = None if chosen is None else open_source(chosen, _naming(model, slots))
+        stored: list[Slot] = []
         if source is not None:
-            check_names(slots, source, strict)
-        left = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and not (source is not None and slot.saved)}
-        return source, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
+            # PEFT initialises what it made, unless the source has it.
+            absent = made_by_peft - {slot for slot in made_by_peft if any(name in source.shapes for name in slot.names)}
+            stored = [slot for slot in slots if slot.saved and slot not in absent]
+            check_names(stored, source, strict)
+        left = {id(slot.tensor) for slot in slots if slot.tensor.is_meta} - {id(slot.tensor) for slot in stored}
+        return source, stored, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
 
-    source, initializers, compute, place = _on_every_rank(prepare, sharded)
+    source, stored, initializers, compute, place = _on_every_rank(prepare, sharded)
     before = parameters_of(model)
     values: dict[Slot, Tensor] = {}
     if source is not None:
-        values |= _on_every_rank(lambda: _read(slots, source, place, compute), sharded)
+        values |= _on_every_rank(lambda: _read(stored, source, place, compute), sharded)
     with _seeded(seed, sharded):
         known = {slot: slot.tensor for slot in slots if not slot.tensor.is_meta} | values
         made = _MadeWhole(known, place, compute)
@@ -145,8 +164,29 @@ def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
                 )
 
 
+def _naming(model: nn.Module, slots: list[Slot]) -> Naming | None:
+    """Return the mapping from the files of a model of transformers, which PEFT may have wrapped; None: another model."""
+    prefix, base = "", model
+    if hasattr(model, PEFT_CONFIG):
+        prefix, base = next(
+            ((f"{n}.", m) for n, m in model.named_modules() if isinstance(m, model_base() or ())), ("", model)
+        )
+    if not isinstance(base, model_base() or ()):
+        return None
+    names: dict[str, list[str]] = {}
+    for slot in slots:
+        for name in slot.names if slot.saved else ():
+            names.setdefault(without_peft(name.removeprefix(prefix)) if prefix else name, []).append(name)
+
+    def naming(stored: Collection[str]) -> NamesInModel:
+        with original_classes(base):
+            return names_in_model(base, names, stored)
+
+    return naming
+
+
 def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch.device) -> dict[Slot, Tensor]:
-    values = {slot: _empty(slot, place, compute) for slot in slots if slot.saved}
+    values = {slot: _empty(slot, place, compute) for slot in slots}
     source.fill({next(name for name in slot.names if name in source.shapes): values[slot] for slot in values})
     return values
 
@@ -165,6 +205,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> I
     constructors: list[tuple[nn.Module, InitFn]] = []
     seen: set[nn.Module] = set()
     base = model_base() or ()
+    kinds = {name: config.init_lora_weights for name, config in getattr(model, PEFT_CONFIG, {}).items()}
 
     def visit(module: nn.Module, name: str, around: InitFn | None, set_above: bool) -> bool:
         while isinstance(module, ActivationWrapper):
@@ -176,11 +217,20 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> I
             around = getattr(module, "_init_weights", None) or around
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         itself = (lambda _: reset()) if callable(reset) else None
-        initialize = init_fn or around or itself
+        adapted = hasattr(module, RESET_LORA)
+        if adapted:
+            itself = partial(_reset_lora, kinds)
+        initialize = init_fn or (itself if adapted else around) or itself
         set_above = set_above or initialize is not None
         own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
         below = [
-            visit(child, f"{name}.{child_name}" if name else child_name, around, set_above)
+            # PEFT's constructors initialise what PEFT made.
+            visit(
+                child,
+                f"{name}.{child_name}" if name else child_name,
+                None if adapted and child_name != "base_layer" else around,
+                set_above,
+            )
             for child_name, child in module.named_children()
         ]
         if not own and not any(below):
@@ -198,6 +248,11 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> I
 
     visit(model, "", None, False)
     return chosen, constructors
+
+
+def _reset_lora(kinds: Mapping[str, Any], layer: Any) -> None:
+    for adapter in layer.r:
+        getattr(layer, RESET_LORA)(adapter, kinds[adapter])
 
 
 # What an initializer reads of a tensor without its values.

@@ -6,9 +6,8 @@ a state dict of DTensors, it keeps one whole tensor at a time.
 
 import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -34,6 +32,7 @@ from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.weights.checked_files import CheckedReader, CheckpointUnreadableError, check_inside
 from nemo_like.distributed.weights.tensor_locations import Box, Slot, boxes_of, copy_whole, list_names
+from nemo_like.transformers_compat import Conversion, NamesInModel
 
 
 class StateDictSource:
@@ -63,17 +62,21 @@ class StateDictSource:
             copy_whole(target, self.get(name))
 
 
+# From the names in a file of Hugging Face to the model's.
+Naming = Callable[[Collection[str]], NamesInModel]
+
+
 class StoredSource:
     """A folder or file that `torch.distributed.checkpoint` has a reader for: each rank reads the bytes of its own part.
 
-    Weights may be at the top, or under ``"model"`` as training checkpoints have them. Files of Hugging Face have most
-    MoE blocks expert by expert (`fused_weights`); here they have the names and shapes of the model.
+    Weights may be at the top, or under ``"model"`` as training checkpoints have them. Tensors that transformers makes of
+    several in its files (experts) are read whole, one after the other.
 
     Args:
-        apart: names that the model has as the files do, and that are not to be fused.
+        naming: transformers' mapping from the names in its files; None: the file has the model's.
     """
 
-    def __init__(self, path: Path, reader: FileSystemReader, apart: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, reader: FileSystemReader, naming: Naming | None = None) -> None:
         self.label, self._reader = str(path), reader
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -85,24 +88,47 @@ class StoredSource:
             if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
         }
         self._prefix = prefix
-        self._fused = fused_weights({name: entry.size for name, entry in self._saved.items() if name not in apart})
-        pieces = {name for weight in self._fused.values() for part in weight.parts for name in part}
-        self._stored = {in_the_model(name) if self._fused else name: name for name in self._saved if name not in pieces}
+        names = NamesInModel({name: [name] for name in self._saved}) if naming is None else naming(self._saved)
+        self._stored = {name: stored for stored, known in names.renamed.items() for name in known}
         self.shapes = {name: self._saved[stored].size for name, stored in self._stored.items()}
-        self.shapes |= {name: weight.shape for name, weight in self._fused.items()}
+        self._made: dict[str, tuple[Conversion, str]] = {}
+        for conversion in names.converted:
+            for made, tensor in conversion.convert(partial(self._empty, device="meta")).items():
+                for name in conversion.names.get(made, [made]):
+                    self._made[name], self.shapes[name] = (conversion, made), tensor.shape
 
-    def get(self, name: str) -> Tensor:
-        stored = self._fused[name].parts[0][0] if name in self._fused else self._stored[name]
-        whole = torch.empty(self.shapes[name], dtype=self._saved[stored].properties.dtype)
-        self.fill({name: whole})
+    def _empty(self, stored: str, device: str) -> Tensor:
+        entry = self._saved[stored]
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+    def _read(self, stored: str) -> Tensor:
+        whole = self._empty(stored, "cpu")
+        self._fill_stored([(stored, whole)])
         return whole
 
+    def get(self, name: str) -> Tensor:
+        """One whole tensor (to compare tied ones)."""
+        if name in self._made:
+            conversion, made = self._made[name]
+            return conversion.convert(self._read)[made]
+        return self._read(self._stored[name])
+
     def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Read the named tensors into `targets`, each rank its part; no communication."""
+        self._fill_stored([(self._stored[name], target) for name, target in targets.items() if name in self._stored])
+        waiting: dict[int, list[str]] = {}
+        for name in targets:
+            if name in self._made:
+                waiting.setdefault(id(self._made[name][0]), []).append(name)
+        for names in waiting.values():
+            made = self._made[names[0]][0].convert(self._read)
+            for name in names:
+                copy_whole(targets[name], made[self._made[name][1]])
+
+    def _fill_stored(self, targets: Sequence[tuple[str, Tensor]]) -> None:
         wanted: dict[str, list[Box]] = {}
-        for name, target in targets.items():
-            for box in boxes_of(target.detach()):
-                for stored, piece in self._pieces(name, *box):
-                    wanted.setdefault(self._prefix + stored, []).append(piece)
+        for stored, target in targets:
+            wanted.setdefault(self._prefix + stored, []).extend(boxes_of(target.detach()))
         items: list[ReadItem] = []
         for stored, boxes in wanted.items():
             entry = self._saved[stored.removeprefix(self._prefix)]
@@ -112,22 +138,6 @@ class StoredSource:
             self._reader.read_data(LoadPlan(items), _Boxes(wanted)).wait()
         except Exception as error:  # whatever a reader raises on damaged bytes
             raise CheckpointUnreadableError(f"Reading {self.label} failed: {type(error).__name__}: {error}") from error
-
-    def _pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
-        """Cut a box of the tensor `name` at the tensors that it is stored as: yield their names, and boxes of those."""
-        if name not in self._fused:
-            yield self._stored[name], (chunk, view)
-            return
-        (expert, begin, *rest), (experts, rows, *sizes) = chunk.offsets, chunk.sizes
-        for part, into in zip(self._fused[name].parts[expert : expert + experts], view):
-            at = 0  # the row of the expert's weight that a piece begins at
-            for stored in part:
-                end = at + self._saved[stored].size[0]
-                first, last = max(at, begin), min(end, begin + rows)
-                if first < last:
-                    box = ChunkStorageMetadata(torch.Size((first - at, *rest)), torch.Size((last - first, *sizes)))
-                    yield stored, (box, into[first - begin : last - begin])
-                at = end
 
 
 class _Boxes(DefaultLoadPlanner):
@@ -167,11 +177,11 @@ def _safetensors(path: Path) -> HuggingFaceStorageReader:
 
 
 def open_source(
-    checkpoint: Mapping[str, Any] | str | os.PathLike[str], apart: Collection[str] = ()
+    checkpoint: Mapping[str, Any] | str | os.PathLike[str], naming: Naming | None = None
 ) -> StateDictSource | StoredSource:
     """A state dict, a path to a DCP folder, a folder or file of safetensors, or a file of ``torch.save``.
 
-    apart: names of experts' weights that the model has one by one, as the files of safetensors do.
+    naming: from the names in files of safetensors to those of the model.
 
     Raises:
         CheckpointUnreadableError: nothing is there, or it cannot be read.
@@ -184,13 +194,13 @@ def open_source(
             raise FileNotFoundError("there is no such file or folder")
         if path.is_dir():
             if (path / ".metadata").exists():
-                return StoredSource(path, CheckedReader(path), apart)
+                return StoredSource(path, CheckedReader(path))
             if any(path.glob("*.safetensors")):
-                return StoredSource(path, _safetensors(path), apart)
+                return StoredSource(path, _safetensors(path), naming)
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
             raise FileNotFoundError(f"it has neither .metadata nor *.safetensors, but {inside}")
         if path.suffix == ".safetensors":
-            return StoredSource(path, _safetensors(path), apart)
+            return StoredSource(path, _safetensors(path), naming)
         return StateDictSource(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
     except (ImportError, CheckpointUnreadableError):
         raise
@@ -200,7 +210,7 @@ def open_source(
         ) from error
 
 
-def check_names(slots: list[Slot], source: StateDictSource | StoredSource, strict: bool) -> None:
+def check_names(slots: Sequence[Slot], source: StateDictSource | StoredSource, strict: bool) -> None:
     """Raise `ValueError` where `source` does not fit a model's tensors: names, shapes, ties. Changes nothing."""
     missing = [slot.name for slot in slots if slot.saved and not any(name in source.shapes for name in slot.names)]
     if missing:
@@ -228,49 +238,3 @@ def check_names(slots: list[Slot], source: StateDictSource | StoredSource, stric
                     f"{names[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
                     "untie them in the model, or drop one of the two from the source."
                 )
-
-
-# Experts that a file has one by one, under the names of fused weights that the model has.
-
-_ONE = re.compile(r"(?P<around>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
-# Of one expert, by family: Mixtral's files name w1, w3 and w2.
-_GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-
-
-@dataclass(frozen=True)
-class FusedWeight:
-    """One weight of all experts, made of many of the file: for each expert, the names to stack along its first dim."""
-
-    parts: tuple[tuple[str, ...], ...]
-    shape: torch.Size
-
-
-def fused_weights(shapes: Mapping[str, torch.Size]) -> dict[str, FusedWeight]:
-    """The fused weights that a file with tensors of these names has the pieces of, by the name in the model.
-
-    >>> one = torch.Size((8, 4))
-    >>> sorted(fused_weights({f"mlp.experts.{e}.{n}.weight": one for e in (0, 1) for n in ("w1", "w3")}))
-    ['mlp.experts.gate_up_proj']
-    """
-    weights: dict[str, dict[str, dict[int, str]]] = {}
-    for name in shapes:
-        if (match := _ONE.fullmatch(name)) is not None:
-            weights.setdefault(match["around"], {}).setdefault(match["name"], {})[int(match["number"])] = name
-    made: dict[str, FusedWeight] = {}
-    for around, by_name in weights.items():
-        for fused, wanted in (("gate_up_proj", (_GATES, _UPS)), ("down_proj", (_DOWNS,))):
-            pieces = [next((by_name[n] for n in names if n in by_name), {}) for names in wanted]
-            count = len(pieces[0])
-            if not count or any(sorted(piece) != list(range(count)) for piece in pieces):
-                continue
-            parts = tuple(tuple(piece[expert] for piece in pieces) for expert in range(count))
-            rows = sum(shapes[name][0] for name in parts[0])
-            made[f"{in_the_model(around)}.{fused}"] = FusedWeight(
-                parts, torch.Size((count, rows, *shapes[parts[0][0]][1:]))
-            )
-    return made
-
-
-def in_the_model(name: str) -> str:
-    """Return the name in transformers' model of the tensor called `name` in its files."""
-    return name.replace(".block_sparse_moe.", ".mlp.")

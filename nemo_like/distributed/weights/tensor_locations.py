@@ -78,6 +78,18 @@ def show_shards(model: nn.Module) -> None:
             module.reshard()
 
 
+def adapters(slots: Iterable[Slot]) -> set[Slot]:
+    """The slots that PEFT added to layers of the original model."""
+    named = [(slot, name) for slot in slots for name in slot.names]
+    layers = {name.partition(".base_layer.")[0] for _, name in named if ".base_layer." in name}
+
+    def added(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:at]) in layers and parts[at] != "base_layer" for at in range(1, len(parts)))
+
+    return {slot for slot, name in named if added(name)}
+
+
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
     """Give FSDP's units their own classes back inside, since transformers asks for names of classes."""
