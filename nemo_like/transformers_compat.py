@@ -121,6 +121,8 @@ class Conversion:
 
     # Calls its argument with each name in the file, and returns the tensors by their names in the model.
     convert: Callable[[Callable[[str], Tensor]], dict[str, Tensor]]
+    # Of experts that are only stacked: for each, the names in the file that are concatenated along their first dim.
+    parts: Sequence[Sequence[str]] = ()
     # Other names for those, several if the model has copies.
     names: Mapping[str, list[str]] = field(default_factory=dict)
 
@@ -155,14 +157,26 @@ def names_in_model(model: Any, names: Mapping[str, list[str]], stored: Collectio
         else:
             sources.setdefault(name, []).append((pattern, key))
 
+    def converter_of(name: str) -> Any:
+        return deepcopy(next(each for each in converters if sources[name][0][0] in each.source_patterns))
+
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        converter = deepcopy(next(each for each in converters if sources[name][0][0] in each.source_patterns))
+        converter = converter_of(name)
         for pattern, key in sources[name]:
             converter.add_tensor(name, key, pattern, read(key))
         made = converter.convert(name, model=model, config=model.config)
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
-    return NamesInModel(renamed, [Conversion(partial(convert, name), names) for name in sources])
+    def parts(name: str) -> Sequence[Sequence[str]]:
+        converter = converter_of(name)
+        first, *rest = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+        if first != ("MergeModulelist", 0) or any(each != ("Concatenate", 1) for each in rest):
+            return ()
+        return list(
+            zip(*([key for of, key in sources[name] if of == p] for p in converter.source_patterns), strict=True)
+        )
+
+    return NamesInModel(renamed, [Conversion(partial(convert, name), parts(name), names) for name in sources])
 
 
 _LOADING = "core_model_loading"

@@ -6,7 +6,7 @@ a state dict of DTensors, it keeps one whole tensor at a time.
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -70,7 +71,7 @@ class StoredSource:
     """A folder or file that `torch.distributed.checkpoint` has a reader for: each rank reads the bytes of its own part.
 
     Weights may be at the top, or under ``"model"`` as training checkpoints have them. Tensors that transformers makes of
-    several in its files (experts) are read whole, one after the other.
+    several in its files are made one after the other of whole ones, but stacked experts are read as the rank has them.
 
     Args:
         naming: transformers' mapping from the names in its files; None: the file has the model's.
@@ -103,7 +104,7 @@ class StoredSource:
 
     def _read(self, stored: str) -> Tensor:
         whole = self._empty(stored, "cpu")
-        self._fill_stored([(stored, whole)])
+        self._fill_boxes([(stored, box) for box in boxes_of(whole)])
         return whole
 
     def get(self, name: str) -> Tensor:
@@ -115,20 +116,40 @@ class StoredSource:
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Read the named tensors into `targets`, each rank its part; no communication."""
-        self._fill_stored([(self._stored[name], target) for name, target in targets.items() if name in self._stored])
+        boxes = [
+            (self._stored[n], box) for n, t in targets.items() if n in self._stored for box in boxes_of(t.detach())
+        ]
+        stacked = [name for name in targets if name in self._made and self._made[name][0].parts]
+        for name in stacked:
+            for box in boxes_of(targets[name].detach()):
+                boxes += self._expert_pieces(name, *box)
+        self._fill_boxes(boxes)
         waiting: dict[int, list[str]] = {}
         for name in targets:
-            if name in self._made:
+            if name in self._made and name not in stacked:
                 waiting.setdefault(id(self._made[name][0]), []).append(name)
         for names in waiting.values():
             made = self._made[names[0]][0].convert(self._read)
             for name in names:
                 copy_whole(targets[name], made[self._made[name][1]])
 
-    def _fill_stored(self, targets: Sequence[tuple[str, Tensor]]) -> None:
+    def _expert_pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
+        """Split a box of stacked experts at the tensors in the file: yield their names, and boxes of those."""
+        (expert, begin, *rest), (experts, rows, *sizes) = chunk.offsets, chunk.sizes
+        for part, into in zip(self._made[name][0].parts[expert : expert + experts], view):
+            at = 0  # the row of the expert's weight that a piece begins at
+            for stored in part:
+                end = at + self._saved[stored].size[0]
+                first, last = max(at, begin), min(end, begin + rows)
+                if first < last:
+                    box = ChunkStorageMetadata(torch.Size((first - at, *rest)), torch.Size((last - first, *sizes)))
+                    yield stored, (box, into[first - begin : last - begin])
+                at = end
+
+    def _fill_boxes(self, targets: Iterable[tuple[str, Box]]) -> None:
         wanted: dict[str, list[Box]] = {}
-        for stored, target in targets:
-            wanted.setdefault(self._prefix + stored, []).extend(boxes_of(target.detach()))
+        for stored, box in targets:
+            wanted.setdefault(self._prefix + stored, []).append(box)
         items: list[ReadItem] = []
         for stored, boxes in wanted.items():
             entry = self._saved[stored.removeprefix(self._prefix)]
