@@ -7,11 +7,12 @@ that a front does not take is not among its options, so that none is dropped wit
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_like._util.words import check_least
+from nemo_like._util.words import check_least, did_you_mean
 from nemo_like.job import Job
 from nemo_like.options import DDP, FLOAT8, FSDP2, Precision, parse_dtype, parse_strategy
 from nemo_like.options.flag import FIELDS, Flag
@@ -36,6 +37,17 @@ def _flags(cls: type, prefix: str = "") -> Iterator[Flag]:
 
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in _flags(Job)}
+# Defaults of `plan`, `fit`, `predict` and their commands; the others, such as the device, are those of `FLAGS`.
+EVERY_AC = "A plan reports every ac; {} adds one."
+SEQ_LEN, BATCH_SIZE, CONFIGURATIONS, PRECISION = 4096, 1, 8, "bf16"
+
+
+def check_keywords(function: Callable[..., Any], given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword in `given` that is neither an argument of `function` nor in `known`."""
+    names = [*inspect.signature(function).parameters, *known]
+    if wrong := [name for name in given if name not in names]:
+        near = did_you_mean(wrong[0], names) or f" It has {', '.join(sorted(names))}."
+        raise TypeError(f"{function.__name__}() has no keyword {wrong[0]!r}.{near}")
 
 
 def flags_on(command: str) -> tuple[str, ...]:

@@ -121,7 +121,13 @@ def resolve_model(spec: str) -> ModelSource:
             raise ValueError(f"Model {spec!r} is a folder without a config.json, which describes the model.")
         path = path / "config.json"
     if path.is_file():
-        return _from_mapping(spec, read_config(path))
+        values = read_config(path)
+        if "auto_map" in values:
+            warn_once(
+                f"{spec} has auto_map, code of its own (trust_remote_code), which is not run: this is transformers' class of "
+                f"model_type {values['model_type']!r}. For its own class give --model module:function."
+            )
+        return _from_mapping(spec, values)
     if ":" in spec and os.sep not in spec:
         return ModelSource(spec, None, _import_factory(spec))
     raise unknown_model(spec)

@@ -15,7 +15,7 @@ from nemo_like.commands import LORA
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.commands.step_options import refuse_host_memory
-from nemo_like.flags import FLAGS, add_flags, add_pins, flags_of, flags_on, job_of
+from nemo_like.flags import CONFIGURATIONS, FLAGS, SEQ_LEN, add_flags, add_pins, flags_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
     add("--gpus", type=int, group="parallelism", help="how many there are")
     add_flags(parser, _JOB)
-    add("--seq-len", type=tokens, default=4096, help="tokens of the longest sequence (default: %(default)s)")
+    add("--seq-len", type=tokens, default=SEQ_LEN, help="tokens of the longest sequence (default: %(default)s)")
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add(
         "--memory",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"compiler of each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
     )
     add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
-    add("--count", type=int, default=8, help="configurations to print (default: %(default)s)")
+    add("--count", type=int, default=CONFIGURATIONS, help="configurations to print (default: %(default)s)")
     add_pins(parser, _PINS)
     for name, meaning in (
         ("dp_shard", "ranks that parameters are sharded over"),

@@ -15,6 +15,7 @@ from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
+from nemo_like.flags import BATCH_SIZE, EVERY_AC, SEQ_LEN
 from nemo_like.options import MemoryBudget, parse_bytes
 
 if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
@@ -38,7 +39,7 @@ def add_arguments(parser: HelpParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add_step_options(parser, required=True)
-    parser.hints = {"--ac": " A plan reports every ac; --budget 40GiB adds one."}
+    parser.hints = {"--ac": f" {EVERY_AC.format('--budget 40GiB')}"}
     add(
         "--budget",
         action="append",
@@ -176,13 +177,12 @@ def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int |
 
     positions: the most tokens that the model takes; None: its config does not state it.
     """
-    from nemo_like.planning.predict import START
     from nemo_like.planning.report import gpu_unit
 
     starts = {
         "world_size": (search.gpus, gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate)),
-        "seq_len": (search.seq_len, min(START, positions or START)),
-        "batch_size": (search.batch, 1),
+        "seq_len": (search.seq_len, min(SEQ_LEN, positions or SEQ_LEN)),
+        "batch_size": (search.batch, BATCH_SIZE),
     }
     return argparse.Namespace(**(vars(args) | {name: size for name, (searched, size) in starts.items() if searched}))
 

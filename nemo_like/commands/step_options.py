@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread, whole_or
 from nemo_like.commands import LORA, VOCAB_SIZE
-from nemo_like.flags import FLAGS, add_flags, flags_of, flags_on, job_of
+from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, add_flags, flags_of, flags_on, job_of
 from nemo_like.options import FLOAT8, normalise, parse_dtype
 
 if TYPE_CHECKING:  # the options are needed without torch and the planner
@@ -24,25 +24,25 @@ def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None
     """Add the options of a step; `required`: there must be a model."""
     add = parser.add_argument
     add("--model", required=required, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add_flags(parser, JOB_FLAGS, precision="bf16")
+    add_flags(parser, JOB_FLAGS, precision=PRECISION)
     add(
         "--gpus",
         dest="world_size",
         group="parallelism",
         type=whole_or("min"),
-        default=1,
+        default=FLAGS["world_size"].default,
         help="how many there are; min: the fewest that fit (default: %(default)s)",
     )
     add(
         "--seq-len",
         type=whole_or("max"),
-        default=4096,
+        default=SEQ_LEN,
         help="tokens per sequence; max: the most that fit (default: %(default)s)",
     )
     add(
         "--batch-size",
         type=whole_or("max"),
-        default=1,
+        default=BATCH_SIZE,
         help="sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
     )
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")

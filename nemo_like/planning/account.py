@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import nn
+
 from nemo_like._util.table import ByteUnit
-from nemo_like._util.words import write_bytes
+from nemo_like._util.words import dtype_word, write_bytes
 from nemo_like.activation_checkpointing.plan import Part
+from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.predictions.rank import peaks_of
@@ -30,6 +34,17 @@ from nemo_like.planning.predictions.seconds import (
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
 from nemo_like.planning.selection.layer import BlockProblem, Choice
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the parameters of `model`; of several ones, that of the first."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def setting(device: str, job: Job, stored: torch.dtype) -> str:
+    """Return the device and the dtype that `job` computes in, as a sentence; `stored`: the dtype of the parameters."""
+    return f"On {device} in {job.precision.matmuls or dtype_word(job.param_dtype or stored)}."
+
 
 _NOTHING = 1e-12  # A share of a step that rounding may leave over.
 

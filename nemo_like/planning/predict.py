@@ -13,8 +13,11 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.table import parameters_word
 from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
-from nemo_like.job import AllKeywords, Job
+from nemo_like.flags import BATCH_SIZE, EVERY_AC, FLAGS, PRECISION, SEQ_LEN, check_keywords
+from nemo_like.job import KEYWORDS, AllKeywords, Job
 from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
+from nemo_like.options import parse_dtype
+from nemo_like.planning.account import dtype_of
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.predictions.reserved import default_limit
 from nemo_like.planning.query import PlanQuery
@@ -23,8 +26,6 @@ from nemo_like.planning.report import what_if as changes
 from nemo_like.planning.sharding import same_on_all_ranks
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12  # Longest sequence and largest micro-batch that are searched.
-# Tokens of a sequence where the caller gives no length, and where the search for the longest begins.
-START = 4096
 _TOKENS = 128  # Step of the search for the longest sequence, in tokens for each rank that shares it.
 
 
@@ -33,8 +34,8 @@ def predict(
     job: Job | None = None,
     *,
     gpus: int | Literal["min"] | None = None,
-    seq_len: int | Literal["max"] = START,
-    batch_size: int | Literal["max"] = 1,
+    seq_len: int | Literal["max"] = SEQ_LEN,
+    batch_size: int | Literal["max"] = BATCH_SIZE,
     sample_input: Any = None,
     budgets: Sequence[str] = (),
     memory: int | str | None = None,
@@ -46,7 +47,7 @@ def predict(
 
     >>> report = predict("llama-tiny", gpu="h100-80gb", gpus=8, seq_len=128)
     >>> report.best.ac, report.call()
-    ('none', "model = parallelize(model, strategy='fsdp2', ac='none')")
+    ('none', "model = parallelize(model, strategy='fsdp2', ac='none', precision='bf16')")
 
     Args:
         model: a module on any device, ``meta`` included; or a value of ``nemo-like plan --model``.
@@ -60,7 +61,8 @@ def predict(
             of torch's allocator.
         dtype: dtype of the parameters, where `model` is a name. Default: float32.
         what_if: also report the effects of single changes of the job: `PlanReport.what_if`.
-        asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.
+        asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported. Defaults are those of ``nemo-like
+            plan``: ``gpu="h100-80gb"``, ``precision="bf16"``.
 
     Raises:
         ValueError, TypeError: a wrong argument, two questions at once, a model without repeated layers, or one that does
@@ -70,7 +72,16 @@ def predict(
         check_model(model)
     if job is not None and asked:
         raise ValueError(f"job is given, and so is {next(iter(asked))}. Put it into the job: job.change(...).")
-    job = Job.of(**asked) if job is None else job
+    if "ac" in asked:
+        raise TypeError("predict() has no keyword 'ac'. " + EVERY_AC.format("budgets=['40GiB']"))
+    check_keywords(predict, asked, KEYWORDS)
+    stored = dtype_of(model) if isinstance(model, nn.Module) else dtype
+    usual = {
+        "ac": "none",
+        "gpu": FLAGS["gpu"].default,
+        "precision": None if stored == parse_dtype("", PRECISION) else PRECISION,
+    }
+    job = Job.of(**{**usual, **asked}) if job is None else job
     if gpus is not None and gpus != "min":
         check_whole("gpus", gpus, 1)
         job = job.change(world_size=gpus)
@@ -82,7 +93,7 @@ def predict(
     step, name = step_of(
         model,
         job,
-        START if seq_len == "max" else seq_len,
+        SEQ_LEN if seq_len == "max" else seq_len,
         1 if batch_size == "max" else batch_size,
         sample_input,
         dtype,
@@ -100,8 +111,8 @@ def predict(
 def step_of(
     model: nn.Module | str,
     job: Job,
-    seq_len: int = START,
-    batch_size: int = 1,
+    seq_len: int = SEQ_LEN,
+    batch_size: int = BATCH_SIZE,
     sample_input: Any = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Step, str]:
@@ -196,7 +207,7 @@ def _asked(step: Step, search: SizeSearch, limit: int | None, name: str) -> tupl
         known = most_positions(getattr(step.model, "config", None))
         positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
-        best = largest(lambda length: needs(seq_len=length), START, most, positions, size)
+        best = largest(lambda length: needs(seq_len=length), SEQ_LEN, most, positions, size)
         if not best:
             raise ValueError(f"Not even a sequence of {size} tokens fits. Give more GPUs, or a smaller batch.")
         note = ", all that its config has positions for" if known else " or more"
@@ -238,7 +249,12 @@ def about(query: PlanQuery, step: Step, name: str) -> str:
     layers = ", ".join(map(str, query.counts))
     stages = f" in {len(query.stages)} stages of {layers} layers ({query.pp.schedule})" if query.is_pipeline else ""
     times = f"{micro} micro-batches of " if micro > 1 else ""
+    model = step.model
+    remote = getattr(getattr(model, "config", None), "auto_map", None) and type(model).__module__.startswith(
+        "transformers."
+    )
+    code = f", as transformers' {type(model).__name__} without the code of its auto_map," if remote else ""
     return (
-        f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {query.device.name}, "
+        f"{name} ({parameters_word(count)} parameters){code}{stages} on {job.ranks} x {query.device.name}, "
         f"{job.step.optimizer}, {times}{step.input[1]} per rank; rates of {query.device.rates}."
     )

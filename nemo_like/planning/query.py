@@ -95,6 +95,11 @@ class Traced:
         Raises:
             ValueError: the model cannot be traced, or cut into the stages of the job.
         """
+        if job.partitioner is not None and job.ep.size > 1:
+            raise ValueError(
+                f"compile is {job.compile!r} and ep is {job.ep.size}: split experts run outside of the compiled graph, and "
+                "no plan is made of a layer in several graphs. Leave one of the two out."
+            )
         job = replace(job, layers=self.layers)
         if job.pp.size == 1:
             part = self._part(job, "whole", lambda: (self.given, self.sample))

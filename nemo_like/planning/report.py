@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from nemo_like._util.table import (
@@ -23,7 +24,7 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
-from nemo_like.planning.account import Explained, account_of
+from nemo_like.planning.account import Explained, account_of, dtype_of, setting
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.advise import changes
 from nemo_like.planning.memory_model.storages import Peak
@@ -142,6 +143,8 @@ class PlanReport:
     """Effects of single changes of the job, where they were requested."""
     outside: Outside = field(default_factory=Outside)
     """Bytes that each device has outside of torch's allocator, beside those that the rows need."""
+    stored: torch.dtype = torch.float32
+    """Dtype of the parameters."""
     is_default_limit: bool = False
     """True if `limit` is not the caller's: another job may have another one."""
 
@@ -240,7 +243,8 @@ class PlanReport:
         """
         table, unit = self.table(), self._unit()
         paste = "" if self.best is None else f"Paste: {self.call()}"
-        lines = ["\n".join(line for line in (self.answer, self.verdict(), paste, *self._better()) if line)]
+        first, *more = [line for line in (self.answer, self.verdict(), paste, *self._better()) if line]
+        lines = ["\n".join([f"{first} {setting(self.device, self.job, self.stored)}", *more])]
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         outside = self.outside.words() if explain or row.need.bytes >= 0.9 * self.limit else ""
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
@@ -417,6 +421,7 @@ def make_report(
         max(sum(_stored(query.stages[stage]) for stage in query.of_rank(rank)) for rank in range(query.pp.size)),
         pipeline=pipeline if query.is_pipeline else None,
         outside=outside_of(query.job, query.device),
+        stored=dtype_of(query.traced.given),
         is_default_limit=is_default,
     )
 

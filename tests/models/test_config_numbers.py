@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import predict
+from nemo_like._util.log import forget_announcements
 from nemo_like.models import PRESETS, read_config, resolve_model
 
 HUGE, NAN, INF = 10**9, float("nan"), float("inf")
@@ -77,3 +79,15 @@ def test_a_deep_model_is_built(tmp_path: Path):
     with torch.device("meta"):
         model = resolve_model(str(_config(tmp_path, num_hidden_layers=60))).build("meta")
     assert len(model.model.layers) == 60
+
+
+def test_code_of_a_models_own_is_named_with_the_way_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The judge is transformers: `auto_map` is what its ``trust_remote_code`` reads."""
+    path = _config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
+    forget_announcements()
+    for _ in range(2):
+        resolve_model(str(path))
+    assert caplog.text.count("has auto_map") == 1 and "--model module:function" in caplog.text
+    report = predict(str(path), seq_len=32, budgets=["50%"])
+    assert "as transformers' LlamaForCausalLM without the code of its auto_map" in report.about
+    assert "auto_map" not in predict("llama-tiny", seq_len=32, budgets=["50%"]).about

@@ -29,7 +29,7 @@ from tests.planning.queries import Text, part_of
 
 pytest.importorskip("transformers")
 
-ONE: dict[str, Any] = {"gpu": "cpu", "budgets": ["60%"]}
+ONE: dict[str, Any] = {"gpu": "cpu", "precision": None, "budgets": ["60%"]}
 SMALL: dict[str, Any] = ONE | {"seq_len": 512}
 
 
@@ -81,7 +81,7 @@ def test_what_if_has_the_fastest_plan_that_then_fits() -> None:
 def test_the_largest_batch_is_what_its_report_is_of() -> None:
     report = predict(_model(), **SMALL, batch_size="max", memory=_need()(4, 512) - 1)
     assert report.answer == "Largest micro-batch: 3." and report.tokens == 512 * 3
-    assert report.text().startswith(f"{report.answer}\nFits with ac=")
+    assert report.text().startswith(f"{report.answer} On cpu in fp32.\nFits with ac=")
 
 
 def test_the_longest_sequence_and_the_fewest_gpus() -> None:
@@ -275,7 +275,7 @@ def test_a_narrow_screen_has_fewer_columns_and_names_them(report: PlanReport) ->
     assert all(len(line) <= 60 for line in text.splitlines() if not line.startswith(("Paste", "Fits")))
     assert "Not shown at this width:" in text and "peak at" in text and "--wide" in text
     assert report.text(width=200).count("Not shown") == 0
-    assert str(report).splitlines()[0] == report.verdict()
+    assert str(report).splitlines()[0] == f"{report.verdict()} On round in fp32."
 
 
 @pytest.mark.few(1)

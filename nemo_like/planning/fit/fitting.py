@@ -15,7 +15,8 @@ from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert.split_experts import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
-from nemo_like.job import FixedKeywords, Job, Strategy
+from nemo_like.flags import CONFIGURATIONS, SEQ_LEN, check_keywords
+from nemo_like.job import KEYWORDS, FixedKeywords, Job, Strategy
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
 from nemo_like.options import (
@@ -27,10 +28,11 @@ from nemo_like.options import (
     PipelineParallel,
     TensorParallel,
 )
+from nemo_like.planning.account import dtype_of
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
-from nemo_like.planning.fit.question import Question, read_question
+from nemo_like.planning.fit.question import BESIDE, PINS, Question, read_question
 from nemo_like.planning.fit.report import FitReport, ways_out
 from nemo_like.planning.fit.search import Ranking, Search
 from nemo_like.planning.model.traced import TraceCache, with_adapters
@@ -79,13 +81,13 @@ def fit(
     job: Job | None = None,
     *,
     gpus: int,
-    seq_len: int = 4096,
+    seq_len: int = SEQ_LEN,
     global_batch: int | None = None,
     memory: int | str | None = None,
     dtype: Any = None,
     lora: int | None = None,
     sample: Callable[[int], Any] | None = None,
-    count: int = 8,
+    count: int = CONFIGURATIONS,
     minutes: float | None = None,
     progress: Say = silent,
     **pins: Unpack[FitKeywords],
@@ -135,6 +137,7 @@ def fit(
     if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
         raise ValueError(f"minutes is {minutes!r}; it must be a number above 0, or None.")
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    check_keywords(fit, pins, [*PINS, *KEYWORDS, *BESIDE])
     jobs, pinned, asked = read_question(job, pins)
     if lora is not None and len({each.param_dtype for each in jobs}) > 1:
         raise ValueError(
@@ -205,6 +208,7 @@ def _searched(
         off=found.off,
         lora=lora,
         interrupted=found.interrupted,
+        stored=dtype_of(built),
     )
 
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from nemo_like._util.words import check_whole
-from nemo_like.job import KEYWORDS, Job
+from nemo_like.flags import FLAGS, PRECISION
+from nemo_like.job import Job
 from nemo_like.options import (
     CONTEXT_METHODS,
     FSDP2,
@@ -45,6 +46,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 _SWITCHES = ("sequence_parallel", "loss_parallel")
 _OF_FSDP2 = tuple(flag.name for flag in SHARDING)
+BESIDE = ("imbalance", "host_memory", "balance")  # Further keywords, of parts of a job.
 PINS = (*AXES, *_WORDS, *_OF_FSDP2, *_SWITCHES)
 
 
@@ -155,17 +157,11 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     """
     pins = {name: value for name, value in given.items() if name in PINS and not is_dataclass(value)}
     rest = {name: value for name, value in given.items() if name not in pins and value is not None}
-    imbalance, host_memory, balance = (rest.pop(name, None) for name in ("imbalance", "host_memory", "balance"))
+    imbalance, host_memory, balance = (rest.pop(name, None) for name in BESIDE)
     chosen = {name: _several(name, rest.pop(name, None)) for name in ("precision", "optimizer", "compile")}
     if getattr(rest.get("tp"), "asynchronous", False):  # which Inductor alone does
         rest["compile"], chosen["compile"] = "inductor", ["inductor"]
-    for name in rest:
-        if name not in KEYWORDS:
-            known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory", "balance"})
-            raise ValueError(
-                f"{name!r} is not an argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
-            )
-    requested = Job.of(**rest) if job is None else job.change(**rest) if rest else job
+    requested = Job.of(**{"gpu": FLAGS["gpu"].default, **rest}) if job is None else job.change(**rest) if rest else job
     if balance is not None and balance != requested.pp.balance:
         requested = replace(requested, pp=_balanced(requested.pp, balance, pins))
     read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
@@ -182,7 +178,7 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     )
     if device_of(base).kind == "cuda":
         # As everyone trains: in bfloat16, the optimizer's step in one kernel, compiled layers where these are faster.
-        usual = {"precision": ("precision", ["bf16"]), "optimizer": ("step", ["adamw-fused"])}
+        usual = {"precision": ("precision", [PRECISION]), "optimizer": ("step", ["adamw-fused"])}
         usual["compile"] = ("compile", ["none", "inductor"])
         for name, (field_of, values) in usual.items():
             if chosen[name] == [None] and field_of not in requested.asked:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from nemo_like._util.console import flag
 from nemo_like._util.table import (
     ByteUnit,
@@ -27,7 +29,7 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.options.flag import Flag
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.account import Explained, account_of
+from nemo_like.planning.account import Explained, account_of, setting
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.devices import Device
@@ -420,6 +422,8 @@ class FitReport:
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     lora: int | None = None
     """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
+    stored: torch.dtype = torch.float32
+    """Dtype of the parameters."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -515,10 +519,12 @@ class FitReport:
             paste: further lines to train with the best, printed below its call.
         """
         if not self.candidates:
-            return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
+            on = setting(self.question.device.name, self.question.job, self.stored)
+            return f"{paragraph(f'{on} {self.problem}', width)}\n\n{paragraph(self.about(), width)}"
         table = self.table()
         train = f"Train: {recipe(self, self.best)}" if self.lora is None else ""
-        lines = ["\n".join(line for line in (self.verdict(), f"Paste: {self.call()}", train, paste) if line)]
+        on = setting(self.question.device.name, self.best.job, self.stored)
+        lines = ["\n".join(line for line in (f"{self.verdict()} {on}", f"Paste: {self.call()}", train, paste) if line)]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))

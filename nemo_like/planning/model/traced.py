@@ -476,6 +476,12 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     setattr(model, "name_or_path", getattr(model, "name_or_path", ""))  # noqa: B010 - peft reads it
     config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted: nn.Module = peft.get_peft_model(model, config)
+    if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
+        raise ValueError(
+            f"lora is {rank}, and {type(model).__name__} has fused experts, around whose weights peft puts adapters: no "
+            "plan is made of these. Give module:function, which returns a model with adapters on linears alone "
+            "(LoraConfig(target_modules=['q_proj', 'v_proj']))."
+        )
     for param in adapted.parameters():
         if frozen is not None and not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(frozen)
