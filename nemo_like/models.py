@@ -124,8 +124,8 @@ def resolve_model(spec: str) -> ModelSource:
         values = read_config(path)
         if "auto_map" in values:
             warn_once(
-                f"{spec} has auto_map, code of its own (trust_remote_code), which is not run: this is transformers' class of "
-                f"model_type {values['model_type']!r}. For its own class give --model module:function."
+                f"{spec} has auto_map, code of its own (trust_remote_code), which is not run: this is transformers' "
+                f"class of model_type {values['model_type']!r}. For its own class give --model module:function."
             )
         return _from_mapping(spec, values)
     if ":" in spec and os.sep not in spec:
