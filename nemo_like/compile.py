@@ -15,7 +15,7 @@ from nemo_like.activation_checkpointing.wrapper import (
 from nemo_like.layers import find_layers
 from nemo_like.offload import OffloadWrapper
 from nemo_like.options import parse_compile
-from nemo_like.torch_compat import wrapped_module
+from nemo_like.torch_compat import compile_in_place, wrapped_module
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable[nn.Module] | None = None) -> None:
@@ -41,7 +41,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     for layer in chosen:
         if resolved == "eager":
             for inside in _inside_of_regions(layer):
-                inside.compile(backend=resolved)
+                compile_in_place(inside, resolved)
             continue
         if _writes_shared_states_in_a_traced_region(layer):
             warn_once(
@@ -51,7 +51,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
             )
             continue
         # Regions with different inputs (masked or not, several dtypes) recompile instead of giving up on the graph.
-        _outermost(layer).compile(backend=resolved)
+        compile_in_place(_outermost(layer), resolved)
 
 
 def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:

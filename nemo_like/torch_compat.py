@@ -516,6 +516,45 @@ def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Ite
         put_on_instance(module, compiled, graph)
 
 
+class _Wait(torch.autograd.Function):
+    """The plain tensor of a collective that may not have ended, with the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.trigger_wait().detach()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _waited(value: Any) -> Any:
+    """`value` with plain tensors in the place of collectives' results; a list, dict or object is changed in place."""
+    if type(value) is AsyncCollectiveTensor:
+        return _Wait.apply(value)
+    if _is_lent(value):
+        for key, item in _items(value):
+            if (plain := _waited(item)) is not item:
+                _put_item(value, key, plain)
+        return value
+    return _map_tuple(_waited, value)
+
+
+def compile_in_place(module: nn.Module, backend: str) -> None:
+    """Call `nn.Module.compile`, and have the compiled call get plain tensors only.
+
+    AOTAutograd of torch 2.13 drops the gradient of an `AsyncCollectiveTensor` that a graph gets, such as the output of an
+    embedding whose vocabulary is split: it would never train. So the wait is an operator in front of the graph.
+    """
+    module.compile(backend=backend)
+    graph: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
+
+    module._compiled_call_impl = call
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph."""
     return module._compiled_call_impl is not None

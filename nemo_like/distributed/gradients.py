@@ -1,7 +1,9 @@
 """Gradient clipping that gives the same norm for a sharded model as for the whole one."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +24,30 @@ from nemo_like.torch_compat import foreach_mul
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
+class Stages(ABC):
+    """Stages of one model, of which each rank of `group` holds others: their gradients have one norm."""
+
+    group: dist.ProcessGroup
+
+    def __init__(self) -> None:
+        _PIPELINES.add(self)
+
+    @abstractmethod
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of this rank."""
+
+    @abstractmethod
+    def counted_elsewhere(self) -> Iterable[nn.Parameter]:
+        """Those of this rank that another rank of `group` holds and counts as well."""
+
+
+# Looked up by a parameter: a stage's module or its list of parameters is all that a loop may pass.
+_PIPELINES: weakref.WeakSet[Stages] = weakref.WeakSet()
+
+
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | Tensor | Iterable[Tensor],
+    parameters: nn.Module | Stages | Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -40,7 +63,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a model (also right after a forward that left FSDP units gathered), or its parameters; those
-            without a gradient count as zero.
+            without a gradient count as zero. A `Pipeline`, its module or its parameters count the other stages, too.
         max_norm: >= 0; ``math.inf`` measures and scales nothing.
         norm_type: > 0, or ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise where the norm is NaN or infinite (waits for the device), before anything is scaled.
@@ -55,32 +78,17 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         show_shards(parameters)
+    if isinstance(parameters, nn.Module | Stages):
         parameters = parameters.parameters()
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return clip_stages_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-@torch.no_grad()
-def clip_stages_(
-    params: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-    *,
-    elsewhere: Collection[Tensor] = (),
-    stages: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """`clip_grad_norm_` where each rank of `stages` holds other parameters of one model.
-
-    elsewhere: those of `params` that another rank of `stages` holds, too, and counts.
-    """
+    given = set(map(id, params))
+    stages = next((s for s in list(_PIPELINES) if any(id(param) in given for param in s.parameters())), None)
+    twice = set() if stages is None else given & set(map(id, stages.counted_elsewhere()))
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; it must be >= 0.")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be > 0, or inf.")
-    twice = {id(param) for param in elsewhere}
     groups = _groups([param for param in params if id(param) not in twice])
     device = _device(params)
     total = torch.zeros((), device=device)
@@ -92,7 +100,7 @@ def clip_stages_(
             dist.all_reduce(power, op, group=mesh.get_group(axis))
         total = torch.maximum(total, power) if math.isinf(norm_type) else total + power
     if stages is not None:
-        dist.all_reduce(total, op, group=stages)
+        dist.all_reduce(total, op, group=stages.group)
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -100,7 +108,7 @@ def clip_stages_(
     if not math.isinf(max_norm):
         # The clamp keeps small gradients as they are; 1e-6 is torch's guard against a zero norm.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grads in (*groups.values(), *_groups(list(elsewhere)).values()):
+        for grads in (*groups.values(), *_groups([param for param in params if id(param) in twice]).values()):
             _scale(grads, scale, foreach)
     return total
 

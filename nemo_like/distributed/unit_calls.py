@@ -51,6 +51,9 @@ from nemo_like.torch_compat import (
     without_gradient,
 )
 
+STEPS_LATER = "_nemo_like_steps_later"
+"""Of a parameter whose gradient may be FSDP2's zeros: optimizers' steps to make once another rank is known to use it."""
+
 # Calls of a unit whose weights are compared by content; later calls compare the counters of in-place changes alone.
 _CALLS = 2
 
@@ -196,8 +199,10 @@ class UnitCalls:
 
     def _reach(self, _module: nn.Module, _args: object, output: object) -> None:
         """Have the unit gathered for a loss of tensors that a hook inside it saw, though its own output is not used."""
-        if torch.is_grad_enabled() and not in_backward() and not torch.compiler.is_compiling():
-            gather_before_backward_of(self._unit, [t for t in tensors_in(output) if t.requires_grad])
+        # Asked first: Dynamo cannot trace the question for the backward, and would leave the layer to eager.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+            return
+        gather_before_backward_of(self._unit, [t for t in tensors_in(output) if t.requires_grad])
 
     def _gathered(self) -> None:
         self._versions = content_versions(self._registered)
@@ -311,10 +316,15 @@ class UnusedParameters:
     def _note(self, first: int, params: Sequence[Any]) -> None:
         """params: of one unit, of which the first has the number `first`."""
         numbers = set(range(first, first + len(params)))
-        if without := {first + index for index in without_gradient(params)}:
-            numbers -= without
-            shards = {number: self._params[number].sharded_param for number in without}
-            self._fresh |= {number for number, p in shards.items() if p.requires_grad and p.grad is None}
+        without = {first + index for index in without_gradient(params)}
+        numbers -= without
+        for number in numbers & self._fresh:  # of a backward that has ended in an error
+            vars(self._params[number].sharded_param).pop(STEPS_LATER, None)
+        for number in without:
+            shard = self._params[number].sharded_param
+            if shard.requires_grad and shard.grad is None:
+                self._fresh.add(number)
+                setattr(shard, STEPS_LATER, [])
         self._reached |= numbers
         complete_accumulated(params)
 
@@ -338,8 +348,14 @@ class UnusedParameters:
                     work.wait()
             self._sent = reached, work  # kept until it has been sent
             somewhere = reached.tolist() if unused else []
-            for index in (index for index in unused if not somewhere[index]):
-                self._params[index].sharded_param.grad = None
+        for index in unused:
+            shard = self._params[index].sharded_param
+            steps = vars(shard).pop(STEPS_LATER, ())
+            if not somewhere[index]:
+                shard.grad = None
+                continue
+            for step in steps:
+                step()
 
 
 def guard_units(

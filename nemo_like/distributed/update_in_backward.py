@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import did_you_mean
+from nemo_like.distributed.unit_calls import STEPS_LATER
 from nemo_like.distributed.weights.tensor_locations import show_shards
 
 
@@ -54,7 +55,8 @@ def optimizer_in_backward(
     """Step each parameter in backward, as soon as its gradient is there, and free the gradient.
 
     The gradients of the whole model are never in memory together. The weights are those that the loop with
-    ``optimizer.step()`` behind backward makes, bit by bit. A tied weight is stepped once, one without a gradient not at all.
+    ``optimizer.step()`` behind backward makes, bit by bit. A tied weight is stepped once, one without a gradient not at all;
+    one that this rank does not use is stepped at the end of backward, if another rank uses it.
     Every backward is a whole step: gradients cannot be accumulated over micro-batches, nor clipped by their global norm.
     The loop calls neither ``step()`` nor ``zero_grad()``. Predict it with ``StepSpec(in_backward=True)``.
 
@@ -82,5 +84,13 @@ def optimizer_in_backward(
 
 
 def _step_with(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> None:
+    later: list[Callable[[], None]] | None = vars(param).get(STEPS_LATER)
+    if later is not None:
+        later.append(functools.partial(_step, optimizer, param))
+    else:
+        _step(optimizer, param)
+
+
+def _step(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> None:
     optimizer.step()
     param.grad = None

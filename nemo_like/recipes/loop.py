@@ -228,7 +228,7 @@ class Pretraining:
             group["lr"] = learning_rate(self.options, self.step)
         loss = self._forward_and_backward()
         most = self.options.clip or math.inf
-        norm = clip_grad_norm_(self.model, most) if self.pipeline is None else self.pipeline.clip_grad_norm_(most)
+        norm = clip_grad_norm_(self.model if self.pipeline is None else self.pipeline, most)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.log.add(loss, norm)

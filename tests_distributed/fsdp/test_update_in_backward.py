@@ -59,6 +59,40 @@ def test_shards_are_trained_the_same(rank: int, world: int, ac: str) -> None:
     assert list(handle.state_dict()) == [name for name, _ in model.named_parameters()]
 
 
+class _Tasks(nn.Module):
+    """Two heads, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.heads[task](x).square().mean()
+
+
+@on_ranks(2)
+def test_a_parameter_that_no_rank_uses_is_not_stepped(rank: int, world: int) -> None:
+    """Judge: the loop that steps behind backward. Momentum and weight decay would move a parameter without a gradient."""
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(rank))
+    kinds: tuple[Any, ...] = (ADAMW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
+    for tasks in (("aaaa", "aaaa"), ("abab", "abab"), ("aabb", "abba")):  # of the two ranks, in four steps
+        for build in kinds:
+            behind, within = (parallelize(_Tasks(), "fsdp2", "none", device="cpu") for _ in range(2))
+            optimizer = build(behind.parameters())
+            optimizer_in_backward(within, build)
+            for task in tasks[rank]:
+                behind(x, task).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                within(x, task).backward()
+                assert all(param.grad is None for param in within.parameters())
+                assert _same(behind, within), (tasks, task)
+
+
 def test_it_goes_on_from_its_state() -> None:
     model, handle = _trained("single", "none", in_backward=True, steps=2)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(handle.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like import parallelize
+from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import PipelineParallel
 from tests.checks import assert_bitwise
 from tests.models.families import DIM, VOCAB, Block
@@ -150,6 +152,10 @@ def test_stages_of_a_function_give_the_bits_of_one_process(
             torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=where)
             _same(pipeline, model, tied, where)
         torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        for whole_or_stage in (pipeline, pipeline.module, pipeline.parameters()):
+            found = clip_grad_norm_(whole_or_stage, math.inf)
+            torch.testing.assert_close(found, norm, rtol=1e-5, atol=0, msg=where)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
         whole = pipeline.full_state_dict()

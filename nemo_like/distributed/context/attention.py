@@ -11,7 +11,7 @@ Masks come first: of a part's queries (rows) over the keys of the whole sequence
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,7 @@ _PREFIX = "nemo_like_parts|"
 def register(implementation: str) -> str:
     """Make `implementation` ("sdpa", "eager", ...) over cut sequences known to transformers; its name there."""
     name = _PREFIX + implementation
-    attention_interface().register(name, functools.partial(_attend, implementation))
+    attention_interface().register(name, functools.partial(_attend, implementation, attention_functions()))
     mask_interface().register(name, functools.partial(make_mask, implementation))
     return name
 
@@ -226,6 +226,7 @@ class OfTransformers(Attention):
 
 def _attend(
     implementation: str,
+    functions: Mapping[str, Callable[..., Any]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -233,11 +234,14 @@ def _attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> Any:
-    """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D)."""
+    """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D).
+
+    functions: transformers' by name, looked up before a layer is compiled: Dynamo cannot trace an import.
+    """
     if implementation == "eager":
         function = sys.modules[type(module).__module__].eager_attention_forward
     else:
-        function = attention_functions()[implementation]
+        function = functions[implementation]
     parts = parts_of(module)
     if parts is None:
         return function(module, query, key, value, attention_mask, **kwargs)

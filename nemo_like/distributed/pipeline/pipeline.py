@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed.consistency_checks import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
-from nemo_like.distributed.gradients import clip_stages_
+from nemo_like.distributed.gradients import Stages, clip_grad_norm_
 from nemo_like.distributed.pipeline.cut import (
     HeldStage,
     StageSlice,
@@ -34,7 +34,7 @@ from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import VotingStage, local_part
 
 
-class Pipeline(StagesOfRank):
+class Pipeline(StagesOfRank, Stages):
     """A model in stages over the ranks of ``pp``; each rank holds, saves and trains its own.
 
     Names of parameters are those of the whole original model. Batches are whole: the same one on every rank of a pipeline.
@@ -49,7 +49,8 @@ class Pipeline(StagesOfRank):
         device: torch.device,
         loss_mean: LossMean,
     ) -> None:
-        super().__init__(stages, parts, options, mesh, device)
+        StagesOfRank.__init__(self, stages, parts, options, mesh, device)
+        Stages.__init__(self)
         self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
         self.loss_mean = loss_mean
         self._last_rank = rank_of(options, options.stages - 1)
@@ -333,19 +334,13 @@ class Pipeline(StagesOfRank):
 
         A parameter that two stages hold counts once.
         """
-        parameters = dict(self.named_parameters())
+        return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters that the first stage's rank holds, too."""
         only_last = self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first
-        names = (*self.parts.tied, *self.parts.aliases) if only_last else ()
-        twice = [parameters[name] for name in names if name in parameters]
-        return clip_stages_(
-            list(parameters.values()),
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            foreach,
-            elsewhere=twice,
-            stages=self.group,
-        )
+        names = {*self.parts.tied, *self.parts.aliases} if only_last else ()
+        return [parameter for name, parameter in self.named_parameters() if name in names]
 
 
 def _sum(share: Tensor, _target: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -309,6 +311,19 @@ class Untouched(ParallelStyle):
         return module
 
 
+class _WithTensors:
+    """Stands for `module` in its forward, with other tensors in the place of its parameters."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Any]) -> None:
+        self.module, self.tensors = module, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.tensors:
+            return self.tensors[name]
+        method = getattr(type(self.module), name, None)
+        return MethodType(method, self) if isinstance(method, FunctionType) else getattr(self.module, name)
+
+
 class SummedGradients(ParallelStyle):
     """Every rank keeps the whole parameters and uses them on its own part of the activations.
 
@@ -322,9 +337,12 @@ class SummedGradients(ParallelStyle):
 
         def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
             parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
+            # Under compile a change of the module would leave a checkpointed layer to eager.
+            if torch.compiler.is_compiling() and isinstance(forward, MethodType):
+                return forward.__func__(_WithTensors(module, used), *args, **kwargs)
             # A plain tensor may be where a Parameter was while forward runs; both are put back even when recomputation
             # stops early.
-            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
             module._parameters.update(used)
             try:
                 return forward(*args, **kwargs)
