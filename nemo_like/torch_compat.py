@@ -767,6 +767,16 @@ class FsdpPlace(NamedTuple):
         registered = self.module._parameters.get(self.name)
         return any(registered is getattr(self.param, name, None) for name in names)
 
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Put this rank's part of the gathered parameter into the shard, where the two differ."""
+        mesh, shard = self.param.mesh_info, self.param.sharded_param.to_local()
+        parts = local_part(self.gathered).detach().chunk(mesh.shard_mesh_size, dim=self.param.fsdp_placement.dim)
+        if shard.numel():  # `chunk` gives fewer parts than ranks where there are fewer rows
+            part = parts[mesh.shard_mesh_rank].to(shard.device)
+            # A parameter in 32 bits that was gathered in 16 keeps its own bits where nothing was written.
+            shard.data.copy_(torch.where(part == shard.to(part.dtype), shard, part.to(shard.dtype)))
+
 
 def fsdp_places(module: nn.Module, shared: bool = False) -> Iterator[FsdpPlace]:
     """The places of the parameters of the FSDP2 unit at `module`, one for each, or all of a `shared` one."""

@@ -6,10 +6,12 @@ is written or exchanged, a filled list. Here they are repaired where possible, a
 is used.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_name, every_module
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.consistency_checks import devices_of, wire_device
+from nemo_like.distributed.consistency_checks import all_have, devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
@@ -155,7 +157,8 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
                         f"{full} came into the model, or was exchanged, after parallelize(): its gradient would not be "
                         "averaged over ranks. Put it into the model before parallelize()."
                     )
-        tables[:] = [table for holder in module.modules() for table in (holder._parameters, holder._modules)]
+        # The layer inside a checkpoint wrapper has children of its own, which `modules` does not visit.
+        tables[:] = [table for holder in every_module(module) for table in (holder._parameters, holder._modules)]
         if len(accepted) > 16:
             accepted.clear()
         accepted.add(hash(tuple(map(id, chain.from_iterable(map(dict.values, tables))))))
@@ -164,15 +167,20 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
 
 
 class UnitCalls:
-    """Around each call of one FSDP2 unit: its parameters are its own, and are not written."""
+    """Around each call of one FSDP2 unit: its parameters are its own, and a write is not lost.
 
-    def __init__(self, unit: nn.Module, name: str) -> None:
-        self._unit, self._name = unit, name
+    A write in place is counted by autograd, and refused at any call. Nothing counts one through ``.data``. So a unit that
+    has the name in its code is compared by content at each call, and the write is put into the shards: a clamp in each
+    forward then trains as in the original model. Other units are compared in the first calls, and a write is refused.
+    """
+
+    def __init__(self, unit: nn.Module, name: str, groups: Sequence[dist.ProcessGroup | None]) -> None:
+        self._unit, self._name, self._groups = unit, name, groups
         self._places: list[FsdpPlace] = list(fsdp_places(unit))
         self._registered = [(place.module._parameters, place.name, place.param) for place in self._places]
         self._versions: list[int] = []
         self._contents: list[Tensor] = []
-        self._calls = 0
+        self._calls, self._writes = 0, False
         self._modules = [module for module in every_module(unit) if not isinstance(module, FSDPModule)]
         self._reached: set[nn.Module] = set()
         around_each_call(unit, self._before, self._gathered, self._after)
@@ -208,24 +216,38 @@ class UnitCalls:
         self._versions = content_versions(self._registered)
         self._calls += 1
         if self._calls == 1:
+            self._writes = _names_data(every_module(self._unit))
             for place in self._places:
                 put_marks(place.gathered, vars(place.param.sharded_param))
                 # Registered in forward, and still where a KeyboardInterrupt has ended that.
                 refuse_to_step(place.gathered, self._full(place))
-        if self._calls <= _CALLS:
+        if self._calls <= _CALLS or self._writes:
             self._contents = self._checksums()
 
     def _after(self) -> None:
         now = content_versions(self._registered)
         if now != self._versions and len(now) == len(self._versions):
             self._refuse(next(p for p, old, new in zip(self._places, self._versions, now) if old != new))
-        if self._contents:
-            contents, self._contents = self._contents, []
-            new = self._checksums()
-            with unseen():
-                changed = [not torch.equal(old, now) for old, now in zip(contents, new, strict=True)]
-            if any(changed):
-                self._refuse(self._places[changed.index(True)])
+        if not self._contents:
+            return
+        contents, self._contents = self._contents, []
+        new = self._checksums()
+        with unseen():
+            changed = [not torch.equal(old, now) for old, now in zip(contents, new, strict=True)]
+            written = list(compress(self._places, changed))
+            if not self._writes:
+                if written:
+                    self._refuse(written[0])
+            elif not all_have(list(map(int, new)), self._groups):
+                raise RuntimeError(
+                    f"The forward of {self._name or 'the model'} wrote other values into its parameters on each rank"
+                    f"{f' ({self._full(written[0])} here)' if written else ''}, so the shards do not fit together. Write "
+                    "the same values everywhere (torch.distributed.all_reduce averages the statistics that they are "
+                    "computed from), or make the parameter a buffer."
+                )
+            else:
+                for place in written:
+                    place.write_back()
 
     def _checksums(self) -> list[Tensor]:
         weights = [local_part(place.gathered).detach() for place in self._places]
@@ -238,13 +260,38 @@ class UnitCalls:
     def _refuse(self, place: FsdpPlace) -> None:
         raise RuntimeError(
             f"{self._full(place)} was written in the forward of {self._name or 'the model'}. FSDP2 gathers a copy of it "
-            "for the forward, so the write is lost. Set the parameter before parallelize() (with a first forward of the "
-            "original model, for instance), make it a buffer, or use strategy='ddp'."
+            "for the forward, so the write is lost. Write through .data in the layer's forward, set the parameter before "
+            "parallelize() (with a first forward of the original model, for instance), make it a buffer, or use "
+            "strategy='ddp'."
         )
 
     def _full(self, place: FsdpPlace) -> str:
         inner = next((name for module, name in every_module(self._unit).items() if module is place.module), "")
         return bare_name(".".join(filter(None, (self._name, inner, place.name))))
+
+
+def _names_data(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a forward or hook of `modules`, or a method or function that these call, names ``.data``."""
+    kinds = {type(module) for module in modules}
+    waiting: list[Any] = [kind.forward for kind in kinds]
+    for module in modules:
+        waiting += [module.forward, *module._forward_pre_hooks.values(), *forward_hooks(module)]
+    seen = set[Any]()
+    while waiting:
+        function = waiting.pop()
+        function = inspect.unwrap(function) if callable(function) else function
+        function = getattr(function, "__func__", function)
+        code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+        if code is None or code in seen or str(getattr(function, "__module__", "")).startswith(("torch.", "nemo_like.")):
+            continue
+        seen.add(code)
+        if "data" in code.co_names:
+            return True
+        names = getattr(function, "__globals__", {})
+        for name in code.co_names:
+            waiting += [names.get(name), *(getattr(kind, name, None) for kind in kinds)]
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return False
 
 
 # Tensors that a layer keeps on itself, or puts into a list of its file, such as an auxiliary loss: FSDP2 gathers for them.
@@ -365,7 +412,7 @@ def guard_units(
     if all(dist.get_backend(group) != "fake" for group in groups):
         UnusedParameters(model, [unit for unit, _ in units], groups)
     for unit, name in units:
-        UnitCalls(unit, name)
+        UnitCalls(unit, name, groups)
         lend_containers(unit)
         if unit is not model:
             begin_from_root(unit, model)
