@@ -201,7 +201,15 @@ set_sdp_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 
 def stop_unless(condition: Tensor, message: str) -> None:
     """Raise NotImplementedError where a 0-dim `condition` is False. On an accelerator the host does not wait: the device
-    stops, with `message`, before it runs work queued after."""
+    stops, with `message`, before it runs work queued after.
+
+    CUDA refuses messages of 255 characters and more at the call, whatever the condition is; CPUs and meta tensors take them.
+
+    Raises:
+        ValueError: `message` has 250 characters or more, on any device.
+    """
+    if len(message) >= 250:
+        raise ValueError(f"message has {len(message)} characters, and an accelerator takes fewer than 250: {message!r}")
     if condition.device.type != "cpu":
         torch._assert_async(condition, message)
     elif not condition:

@@ -139,7 +139,7 @@ def names_in_model(model: Any, names: Mapping[str, list[str]], stored: Collectio
     """Return how ``from_pretrained`` names the tensors of a file of `model`'s, as `convert_and_load_state_dict_in_model`.
 
     Args:
-        names: by transformers' own name of a tensor, its names in what is trained.
+        names: by transformers' own name of a tensor, its names in the model that trains.
         stored: the names in the file.
     """
     rename, order = (_inside(_LOADING, name) for name in ("rename_source_key", "dot_natural_key"))

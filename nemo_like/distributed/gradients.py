@@ -34,11 +34,11 @@ class Stages(ABC):
 
     @abstractmethod
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Those of this rank."""
+        """Return this rank's."""
 
     @abstractmethod
     def counted_elsewhere(self) -> Iterable[nn.Parameter]:
-        """Those of this rank that another rank of `group` holds and counts as well."""
+        """Return this rank's that another rank of `group` has and counts as well."""
 
 
 # Looked up by a parameter: a stage's module or its list of parameters is all that a loop may pass.

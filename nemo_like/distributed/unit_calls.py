@@ -54,7 +54,7 @@ from nemo_like.torch_compat import (
 )
 
 STEPS_LATER = "_nemo_like_steps_later"
-"""Of a parameter whose gradient may be FSDP2's zeros: optimizers' steps to make once another rank is known to use it."""
+"""Attribute of a parameter whose gradient may be FSDP2's zeros: steps to make once another rank is known to use it."""
 
 # Calls of a unit whose weights are compared by content; later calls compare the counters of in-place changes alone.
 _CALLS = 2

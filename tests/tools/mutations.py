@@ -260,7 +260,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/context/whole_loss.py",
-        "stop_unless(equals(known), _OTHER_TARGETS)",
+        "stop_unless(equals(known), OTHER_TARGETS)",
         "pass",
         "tests_distributed/context tests/test_cut_refusals.py",
     ),

@@ -35,7 +35,12 @@ _WAYS_OUT = (
     "labels."
 )
 
-_OTHER_TARGETS = (
+# Two messages of `stop_unless`, which are shorter than 250 characters.
+OTHER_LOSS = (
+    "cp sums a model's cross entropy, and its loss is another one now. Turn off the terms added to it, or write "
+    "ContextParallel(loss_mean=...), or compute the loss outside, from shard_sequence's labels."
+)
+OTHER_TARGETS = (
     "cp shifts labels before it cuts them, and this model's cross entropy has other targets than its labels or the labels "
     "of the next tokens. Compute the loss outside, from shard_sequence's labels."
 )
@@ -236,7 +241,7 @@ class _Loss:
 
         known = hooks.shifts_by_name.get(self._name)
         if known is not None and not hooks.parts.planning:
-            stop_unless(equals(known), _OTHER_TARGETS)
+            stop_unless(equals(known), OTHER_TARGETS)
             return _next(self.whole, ignore_index) if known else self.whole
         plain, shifts = (hooks.parts.planning or bool(equals(each)) for each in (False, True))
         if self._shifted and plain:
@@ -246,7 +251,7 @@ class _Loss:
         if plain != shifts:
             hooks.shifts_by_name[self._name] = shifts
         if not (plain or shifts):
-            raise NotImplementedError(_OTHER_TARGETS)
+            raise NotImplementedError(OTHER_TARGETS)
         # Where no call has shown which of the two, no label counts on any rank, and both are the same.
         return self.whole if plain else _next(self.whole, ignore_index)
 
@@ -286,8 +291,7 @@ class _Loss:
         if known is None or known >= len(candidates):
             self._hooks.summed = next((number for number, one in enumerate(candidates) if is_close(one)), None)
             return self._hooks.summed is not None
-        other = "cp sums a model's cross entropy, and its loss is another one now. "
-        stop_unless(is_close(candidates[known]), other + _WAYS_OUT)
+        stop_unless(is_close(candidates[known]), OTHER_LOSS)
         return True
 
     # --- `ContextParallel.loss_mean` ----------------------------------------------------------------------------------

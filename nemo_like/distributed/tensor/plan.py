@@ -312,7 +312,7 @@ class Untouched(ParallelStyle):
 
 
 class _WithTensors:
-    """Stands for `module` in its forward, with other tensors in the place of its parameters."""
+    """Takes the place of `module` in its forward, with other tensors in the place of its parameters."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Any]) -> None:
         self.module, self.tensors = module, tensors

@@ -49,7 +49,7 @@ class CheckedPlanner(DefaultLoadPlanner):
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read what the checkpoint has."""
+        """Plan to read the tensors that the checkpoint has."""
         assert self.metadata is not None
         in_file = self.metadata.state_dict_metadata
         stepped = {_owner(name) for name in in_file}

@@ -107,7 +107,7 @@ def materialize(
         source = None if chosen is None else open_source(chosen, _naming(model, slots))
         stored: list[Slot] = []
         if source is not None:
-            # PEFT initialises what it made, unless the source has it.
+            # PEFT initialises its own tensors, unless the source has it.
             absent = made_by_peft - {slot for slot in made_by_peft if any(name in source.shapes for name in slot.names)}
             stored = [slot for slot in slots if slot.saved and slot not in absent]
             check_names(stored, source, strict)
@@ -224,7 +224,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> I
         set_above = set_above or initialize is not None
         own = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
         below = [
-            # PEFT's constructors initialise what PEFT made.
+            # PEFT's constructors initialise PEFT's own modules.
             visit(
                 child,
                 f"{name}.{child_name}" if name else child_name,
@@ -255,7 +255,7 @@ def _reset_lora(kinds: Mapping[str, Any], layer: Any) -> None:
         getattr(layer, RESET_LORA)(adapter, kinds[adapter])
 
 
-# What an initializer reads of a tensor without its values.
+# Properties that an initializer reads of a tensor without its values.
 _DESCRIBES = {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
 _DESCRIBES |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
 
@@ -274,7 +274,7 @@ class _MadeWhole(TorchFunctionMode):
         self._wholes: dict[int, Tensor] = {}
 
     def stand_in(self, slot: Slot, kept: bool) -> Tensor:
-        """Return a tensor to register in place of the slot's; without `kept`, what is written to it is dropped."""
+        """Return a tensor to register in place of the slot's; without `kept`, values written to it are dropped."""
         tensor = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype, device="meta")
         if slot.is_parameter:
             tensor = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad)
@@ -325,7 +325,7 @@ def _initialize(
     made: _MadeWhole,
     tied: bool,
 ) -> dict[Slot, Tensor]:
-    """Return this rank's part of what the initializers set; the modules are left as they were.
+    """Return this rank's part of the values that the initializers set; the modules are left as they were.
 
     tied: a tied tensor is one for the initializers, too. transformers and constructors tie afterwards: the values in
     its first place count.

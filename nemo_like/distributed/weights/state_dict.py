@@ -93,8 +93,8 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
 
     A parameter that trains and has had no gradient yet has the moments that the optimizer would begin with, and counts
     0 steps. `set_optimizer_state` gives it none, so a checkpoint is resumed whichever parameters had gradients.
-    A frozen parameter has the moments of earlier steps, if any. `torch.distributed.checkpoint` reads only what the state
-    to fill has: freeze after loading.
+    A frozen parameter has the moments of earlier steps, if any. `torch.distributed.checkpoint` reads only entries of the
+    state to fill: freeze after loading.
 
     Args:
         full: whole copies in CPU memory, of counters and options too, on rank 0 only. False: sharded as the parameters

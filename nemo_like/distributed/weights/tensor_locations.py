@@ -92,7 +92,7 @@ def adapters(slots: Iterable[Slot]) -> set[Slot]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Give FSDP's units their own classes back inside, since transformers asks for names of classes."""
+    """Give FSDP's units their own classes back inside, since transformers reads names of classes."""
     # By `type`, since a wrapper's ``__class__`` is that of the module inside.
     classes = [(module, type(module)) for module in model.modules()]
     units = [(m, cls) for m, cls in classes if issubclass(cls, FSDPModule) and not issubclass(cls, ActivationWrapper)]

@@ -150,7 +150,7 @@ def markdown(rows: Iterable[InitialValues]) -> str:
         "",
         "Some constructors make a tensor outside of the meta device (`torch.Tensor(n)`, `torch.normal`), which "
         "`materialize` takes for values that were given. Such a model is compared by mean and spread, and is in the table "
-        "as *kept* if that tensor has other values: `torch.Tensor(n)` is memory that nobody has written.",
+        "as *kept* if that tensor has other values: `torch.Tensor(n)` is memory that has not been written.",
         "",
         ", ".join(f"{count[verdict]} are {verdict}" for verdict in ("equal", "kept", "different", "refused")) + ".",
         "",
