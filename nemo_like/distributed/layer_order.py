@@ -7,7 +7,10 @@ ranks compute with a mixture of weights. So each rank follows the events that al
    backward. Events form a tree by the order in which they were seen. All ranks have the same tree.
 2. Where nothing is known to follow, all ranks compare the event by a collective. So the first step is compared whole.
 3. An event that followed here the last time costs a look into a dict.
-4. A rank at any other event puts a question into the process group's store, and goes on when all ranks have put the same.
+4. A forward begins at the root of the tree; while a forward with gradients has had no backward, at the place after it. So
+   a backward that one rank leaves out is a difference at the next forward. After `_WAITING` such forwards the tree goes on
+   as from the root.
+5. A rank at any other event puts a question into the process group's store, and goes on when all ranks have put the same.
    A rank for which nothing has changed puts none. Its second thread sees the question, and answers with the layer that ran.
 """
 
@@ -40,6 +43,7 @@ from nemo_like.torch_compat import (
 from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _MOST = 20_000  # Places in the tree; then it begins again. Ranks that drop layers at random, alike, would fill memory.
+_WAITING = 8  # Forwards in a row without a backward, as of pairs of answers, that the tree tells apart.
 _LOOK = 0.5  # Seconds between two looks at the store of a rank that has nothing to ask.
 _ANSWERS = 10.0  # Seconds that a rank waits for the others' events, once it is known that they differ.
 
@@ -57,11 +61,15 @@ class _Place:
 class LayerOrder:
     """Has the calls of one sharded model raise on all ranks of its mesh where they run different units."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh, scheduled: bool
+    ) -> None:
         self._groups = mesh_groups(mesh)
         self._ranks = mesh.mesh.flatten().tolist()
         self._units: dict[str, nn.Module] = {}
         self._root = self._place = _Place()
+        # Forwards since the last backward, from the first one with gradients on; and whether the last one has ended.
+        self._waiting, self._waits, self._ended = 0, not scheduled, False
         self._places = 0
         self._events: deque[str] = deque(maxlen=16 * (len(units) + 2))
         self._count = 0
@@ -73,7 +81,7 @@ class LayerOrder:
         self._key = f"nemo_like/layers/{number_of(self._ranks)}/{_watcher.number(self._ranks)}"
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
-        around_end_of_backward(model, partial(self._event, "the end of backward"))
+        around_end_of_backward(model, self._end_of_backward)
         for unit in units:
             module, name = unit.modules[0], unit.name or "the root"
             events = {way: f"the {way} of {name}" for way in ("forward", "backward")}
@@ -83,12 +91,21 @@ class LayerOrder:
         _watcher.add(self)
 
     def _begin(self, model: nn.Module, _args: object) -> None:
-        self._place = self._root
+        if not self._ended or not self._waiting:
+            self._place, self._waiting = self._root, 0
+        self._ended = False
         gradients = "with" if torch.is_grad_enabled() else "without"
         self._event(f"a forward in {'training' if model.training else 'evaluation'} mode {gradients} gradients")
 
     def _end(self, _model: nn.Module, _args: object, _output: object) -> None:
         self._event("the end of forward")
+        self._ended = True
+        if self._waits and (self._waiting or torch.is_grad_enabled()):
+            self._waiting += 1
+
+    def _end_of_backward(self) -> None:
+        self._event("the end of backward")
+        self._waiting = 0
 
     def _next(self, unit: nn.Module, events: dict[str, str], way: str) -> None:
         if way == "backward" and torch.is_grad_enabled():
@@ -124,7 +141,7 @@ class LayerOrder:
             self._places += 1
             if self._places > _MOST:
                 self._places, self._root, place = 0, _Place(), _Place()
-            place.then[event] = _Place()
+            place.then[event] = (self._waiting >= _WAITING and self._root.then.get(event)) or _Place()
         place.last = event
         self._place = place.then[event]
 
@@ -176,11 +193,15 @@ class LayerOrder:
             (number, *json.loads(self._store.get(key))) if self._store.check([key]) else (number, "nothing yet", "")
             for number, key in keys.items()
         ]
+        error = _differing([(number, event) for number, event, _ in everyone])
         if index in self._asked:  # the others may wait in a gather for this rank, and raise at their next event
             ahead = {now for number, event, now in everyone if now and event != self._events[-1]}
             if len(ahead) == 1 and (unit := self._units.get(now := ahead.pop())) is not None:
-                gather_ahead(unit, backward="backward" in now)
-        return _differing([(number, event) for number, event, _ in everyone])
+                try:
+                    gather_ahead(unit, backward="backward" in now)
+                except RuntimeError as lost:  # the others have raised, and their processes ended
+                    error.__cause__ = lost
+        return error
 
 
 def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
@@ -192,7 +213,9 @@ def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
         f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "
         "together. Run the same layers everywhere: draw the skipped layers from a generator with the same seed on "
         "every rank, or run the layer and multiply its output by 0. Where the end of backward comes first on a rank, "
-        "the input of its first layer requires no gradient there, and does on the others."
+        "the input of its first layer requires no gradient there, and does on the others. Where a forward does, that "
+        "rank left a backward out, or ran one more forward: decide that on all ranks together (all_reduce the condition "
+        "of a guard against NaN), and evaluate under torch.no_grad()."
     )
 
 
@@ -239,8 +262,12 @@ class _Watcher:
 _watcher = _Watcher()
 
 
-def compare_layers(model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh) -> None:
-    """Have `model` raise on all ranks of `mesh` where they run different units.
+def compare_layers(
+    model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh, scheduled: bool = False
+) -> None:
+    """Have `model` raise on all ranks of `mesh` where they run different units, or one leaves a backward out.
+
+    scheduled: the model is a stage of a pipeline, whose schedule calls forward and backward.
 
     The ranks of torch's ``fake`` back end are one, and compare nothing. A warning names LayerDrop that transformers turns
     off for a sharded model.
@@ -251,4 +278,4 @@ def compare_layers(model: nn.Module, units: Sequence[Unit], mesh: dist.device_me
             "Set it to 0 in the config, or train with strategy='ddp'."
         )
     if mesh.size() > 1 and all(dist.get_backend(group) != "fake" for group in mesh_groups(mesh)):
-        LayerOrder(model, units, mesh)
+        LayerOrder(model, units, mesh, scheduled)

@@ -105,7 +105,7 @@ def shard_layers(
     chain_prefetch(model, plan, options)
     if options.cpu_offload:
         setattr(model, CPU_OFFLOAD_MARK, True)
-    compare_layers(model, plan.units, dp_mesh)
+    compare_layers(model, plan.units, dp_mesh, scheduled=keep_gathered)
     for theirs in plan.theirs:
         _as_fsdp(theirs).set_reduce_scatter_unused_params(True)
     guard_units(model, [(unit.modules[0], unit.name) for unit in plan.units], mesh_groups(dp_mesh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,3 +168,74 @@ def test_an_old_question_is_none(rank: int, world: int) -> None:
     for _ in range(8):
         time.sleep(layer_order._LOOK / 4)
         model(torch.ones(2, WIDTH)).backward()
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _layers() -> tuple[nn.Module, torch.Tensor]:
+    return parallelize(_Layers(), "fsdp2", "none", device="cpu"), torch.rand(2, 8)
+
+
+def _skips(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
+    loss = model(x).square().mean()
+    if not alone:
+        loss.backward()
+
+
+def _runs_one_more(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
+    loss = model(x).square().mean()
+    (loss + model(x).mean() if alone else loss).backward()
+
+
+def _detaches(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
+    loss = model(x).square().mean()
+    (loss.detach().requires_grad_() if alone else loss).backward()
+
+
+def _left_out(rank: int, world: int, step: Callable[[nn.Module, torch.Tensor, bool], None], at: int) -> None:
+    model, x = _layers()
+    for number in range(at + 2):
+        step(model, x, rank == 1 and number == at)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("step", [_skips, _runs_one_more, _detaches])
+def test_a_backward_that_one_rank_leaves_out_is_named_on_both(
+    step: Callable[[nn.Module, torch.Tensor, bool], None], at: int
+) -> None:
+    errors = run_ranks(2, _left_out, step, at, return_exceptions=True)
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
+    wanted = "next is the backward of blocks.1 on rank 0 and a forward in training mode with gradients on rank 1"
+    assert all(wanted in str(error) and "left a backward out" in str(error) for error in errors), errors
+
+
+@on_ranks(2)
+def test_forwards_in_a_row_put_few_questions(rank: int, world: int) -> None:
+    """Pairs of answers put none from the second step on; an evaluation without ``no_grad`` two, however long it is."""
+    model, x = _layers()
+    asked: list[str] = []
+    ask = layer_order.LayerOrder._ask
+
+    def noted(order: layer_order.LayerOrder, index: int, event: str) -> None:
+        asked.append(event)
+        ask(order, index, event)
+
+    layer_order.LayerOrder._ask = noted  # type: ignore[method-assign]
+    try:
+        for evaluated in (0, 0, 0, 12, 30, 50):
+            asked.clear()
+            (model(x).mean() + model(x).square().mean()).backward()
+            for _ in range(evaluated):
+                model(x)
+            assert len(asked) <= (2 if evaluated else 0), asked
+    finally:
+        layer_order.LayerOrder._ask = ask  # type: ignore[method-assign]
