@@ -244,7 +244,8 @@ class PlanReport:
         table, unit = self.table(), self._unit()
         paste = "" if self.best is None else f"Paste: {self.call()}"
         first, *more = [line for line in (self.answer, self.verdict(), paste, *self._better()) if line]
-        lines = ["\n".join([f"{first} {setting(self.device, self.job, self.stored)}", *more])]
+        first = paragraph(f"{first} {setting(self.device, self.job, self.stored)}", width)
+        lines = ["\n".join([first, *more])]
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         outside = self.outside.words() if explain or row.need.bytes >= 0.9 * self.limit else ""
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]

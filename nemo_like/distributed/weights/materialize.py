@@ -269,7 +269,7 @@ class _MadeWhole(TorchFunctionMode):
     def __init__(self, known: Mapping[Slot, Tensor], place: torch.device, compute: torch.device) -> None:
         super().__init__()
         self.values: dict[Slot, Tensor] = {}
-        self._known, self._place, self._compute = known, place, compute
+        self.known, self._place, self._compute = known, place, compute
         self._slots: dict[int, tuple[Slot, bool]] = {}
         self._wholes: dict[int, Tensor] = {}
 
@@ -279,7 +279,7 @@ class _MadeWhole(TorchFunctionMode):
         if slot.is_parameter:
             tensor = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad)
         vars(tensor).update(vars(slot.tensor))  # marks such as ``_no_reinit``
-        if slot in self._known:
+        if slot in self.known:
             setattr(tensor, INITIALIZED, True)
         self._slots[id(tensor)] = slot, kept
         return tensor
@@ -297,7 +297,7 @@ class _MadeWhole(TorchFunctionMode):
             slot, kept = self._slots[id(tensor)]
             # Values that an eager build computes on the CPU may differ elsewhere in the last bit; weights are drawn.
             whole = _unset(slot, self._compute if slot.is_parameter else torch.device("cpu"))
-            value = self.values.get(slot, self._known.get(slot))
+            value = self.values.get(slot, self.known.get(slot))
             if kept and value is not None:
                 whole.copy_(value.full_tensor() if isinstance(value, DTensor) else value)  # a collective
             self._wholes[id(tensor)] = whole
@@ -313,7 +313,7 @@ class _MadeWhole(TorchFunctionMode):
 
     def put(self, slot: Slot, whole: Tensor) -> None:
         """Take this rank's part of `whole`, unless the values are known."""
-        if slot not in self._known:
+        if slot not in self.known:
             self.values[slot] = _empty(slot, self._place, self._compute)
             copy_whole(self.values[slot], whole)
 
@@ -357,7 +357,7 @@ def _initialize(
     finally:
         for _, registered, name, tensor in before:
             registered[name] = tensor
-    for slot in (slot for slot in slots if slot not in made._known):
+    for slot in (slot for slot in slots if slot not in made.known):
         _refuse_unset(slot, made.values.get(slot))
     return made.values
 

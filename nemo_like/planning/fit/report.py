@@ -524,7 +524,8 @@ class FitReport:
         table = self.table()
         train = f"Train: {recipe(self, self.best)}" if self.lora is None else ""
         on = setting(self.question.device.name, self.best.job, self.stored)
-        lines = ["\n".join(line for line in (f"{self.verdict()} {on}", f"Paste: {self.call()}", train, paste) if line)]
+        verdict = paragraph(f"{self.verdict()} {on}", width)
+        lines = ["\n".join(line for line in (verdict, f"Paste: {self.call()}", train, paste) if line)]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
