@@ -34,6 +34,10 @@ def test_two_ranks_compute_what_one_does(name: str, modes: tuple[str, ...]) -> N
     run_ranks(2, _one_family, name, 2, modes, timeout=120)
 
 
+def test_experts_with_a_gate_and_without_an_activation() -> None:
+    run_ranks(2, _one_family, "gpt_oss", 2, ("full",), timeout=120)
+
+
 LAYOUTS = ({"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2})
 
 
