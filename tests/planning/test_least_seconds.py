@@ -162,7 +162,7 @@ def _parameters(name: str) -> int:
     return sum(weight.numel() for weight in _model(name).parameters())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3)  # 2 to 5 s each, the trace of a model: one plan of experts is among them
 @pytest.mark.parametrize("seed", range(60))
 def test_no_part_is_faster_than_the_device(seed: int) -> None:
     assert_not_faster(*_planned(seed, ("llama-tiny", "mixtral-tiny"), (None,)))

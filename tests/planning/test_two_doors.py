@@ -39,6 +39,7 @@ def _answers(report: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name not in ("model", "input", "searched")}
 
 
+# 6 to 10 s: the first row plans twice, by the command and by the call, since it is the question that is asked most.
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, 5))])
 def test_each_row_of_the_page_is_one_question(number: int, tmp_path: Path) -> None:
     assert len(ROWS) == 5
@@ -69,6 +70,7 @@ def model() -> nn.Module:
     return llama()
 
 
+# 4 to 7 s: a plan and a search, whose screens are made by different code.
 def test_the_first_line_has_the_device_and_the_precision(model: nn.Module) -> None:
     small: dict[str, Any] = {"gpus": 1, "seq_len": 64}
     on = setting("h100-80gb", Job.of(precision="fp8"), torch.float32)

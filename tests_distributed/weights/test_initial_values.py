@@ -46,6 +46,7 @@ def test_no_model_type_has_other_values(part: int) -> None:
     assert sum(row.verdict == "equal" for row in rows) > 30
 
 
+# 4 to 12 s with the start of the ranks: sharded values of three families, each by another kind of parent.
 @on_ranks(2, timeout=100)
 def test_ranks_have_the_values_of_one_process(rank: int, world_size: int) -> None:
     for family in ("gpt2", "t5", "whisper"):

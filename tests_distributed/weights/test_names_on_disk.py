@@ -114,6 +114,7 @@ def test_lora_on_a_meta_base(options: dict[str, object], tmp_path: Path) -> None
     assert torch.equal(model(input_ids=ids).logits, eager(input_ids=ids).logits)  # B is 0
 
 
+@pytest.mark.long  # the same code as on one process and as the shards above
 @on_ranks(2, timeout=100)
 def test_lora_on_a_meta_base_on_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
