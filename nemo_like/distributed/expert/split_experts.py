@@ -361,14 +361,14 @@ def fused_mlp(
     matrix: Callable[[str], Tensor] = lambda name: weights[name] if transposed else weights[name].transpose(1, 2)  # noqa: E731
     hidden = _plus_bias(grouped_mm(rows, matrix(up), counts, ends), weights.get(f"{up}_bias"), ends)
     gated: Any = getattr(module, GATE, None)  # a method that transformers lets a family override
-    act: Callable[[Tensor], Tensor] = lambda rows: module.act_fn(rows)  # noqa: E731 - gpt-oss has a gate, and no act_fn
+    activation: Any = getattr(module, "act_fn", None)  # gpt-oss has a gate, and no activation
     if up == "up_proj":
-        hidden = act(hidden)
+        hidden = activation(hidden)
     elif gated is not None:
         hidden = gated(hidden)
     else:
         gate, linear = hidden.chunk(2, dim=-1)
-        hidden = linear * act(gate)
+        hidden = linear * activation(gate)
     return _plus_bias(grouped_mm(hidden, matrix("down_proj"), counts, ends), weights.get("down_proj_bias"), ends)
 
 
