@@ -558,7 +558,17 @@ def compile_in_place(module: nn.Module, backend: str) -> None:
     graph: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
+        try:
+            return graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
+        except AssertionError as error:
+            # The partitioner puts the state of a recomputed random operator behind the mesh, among which it counts tensors.
+            if "tensors_saved_with_vc_check" not in str(error):
+                raise
+            raise RuntimeError(
+                "This torch cannot compile a checkpointed layer that draws random numbers (dropout) and whose weights tp "
+                "splits. Use ac='full', which recomputes from outside of the compiled layer, a dropout of 0, or "
+                "compile=False."
+            ) from error
 
     module._compiled_call_impl = call
 

@@ -34,22 +34,34 @@ def _llama(tied: bool) -> nn.Module:
     return model
 
 
+# Tracing takes 2 to 8 s. The two of the default run: the embedding without a gradient, and layers left to eager.
+@pytest.mark.few(2)
+@pytest.mark.parametrize("ac", ["none", "selective", "full"])
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.few(2)  # 10 s a case: a tied one is the sibling of each
 @on_ranks(2, timeout=180)
 def test_gradients_of_compiled_layers_are_those_of_the_plain_model(
-    rank: int, world_size: int, axis: str, tied: bool
+    rank: int, world_size: int, ac: str, axis: str, tied: bool
 ) -> None:
     batch = {"input_ids": IDS, "labels": IDS}
     wanted = step(_llama(tied), **batch)
-    for ac in ("none", "full", "selective"):
-        torch.compiler.reset()
-        counters.clear()
-        model = parallelize(_llama(tied), ac=ac, compile="aot_eager", device="cpu", **AXES[axis])
-        assert_close(step(model, **batch), wanted, where=(axis, ac))
-        assert counters["aot_autograd"]["ok"], (axis, ac, "nothing was compiled")
-        assert not counters["graph_break"], (axis, ac, counters["graph_break"])
+    torch.compiler.reset()
+    counters.clear()
+    model = parallelize(_llama(tied), ac=ac, compile="aot_eager", device="cpu", **AXES[axis])
+    assert_close(step(model, **batch), wanted, where=(axis, ac))
+    assert counters["aot_autograd"]["ok"], (axis, ac, "nothing was compiled")
+    assert not counters["graph_break"], (axis, ac, counters["graph_break"])
+
+
+@on_ranks(2)
+def test_dropout_in_a_checkpointed_layer_that_tp_splits_is_refused(rank: int, world_size: int) -> None:
+    """AOTAutograd of torch 2.13 takes the mesh for a saved tensor there; on a CPU, with an assertion without a way out."""
+    model = _llama(tied=False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.attention_dropout = 0.1
+    parallelize(model, ac="selective", compile="aot_eager", tp=2, device="cpu")
+    with pytest.raises(RuntimeError, match=r"cannot compile a checkpointed layer that draws random numbers .* ac='full'"):
+        model(input_ids=IDS, labels=IDS)
 
 
 class _Block(nn.Module):

@@ -7,6 +7,7 @@ is used.
 """
 
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -230,24 +231,23 @@ class UnitCalls:
             self._refuse(next(p for p, old, new in zip(self._places, self._versions, now) if old != new))
         if not self._contents:
             return
-        contents, self._contents = self._contents, []
-        new = self._checksums()
-        with unseen():
-            changed = [not torch.equal(old, now) for old, now in zip(contents, new, strict=True)]
-            written = list(compress(self._places, changed))
+        with unseen():  # one wait of the host for each of the two
+            old, new = torch.stack(self._contents).tolist(), torch.stack(self._checksums()).tolist()
+            self._contents = []
+            written = list(compress(self._places, map(operator.ne, old, new)))
+            if written and not self._writes:
+                self._refuse(written[0])
             if not self._writes:
-                if written:
-                    self._refuse(written[0])
-            elif not all_have(list(map(int, new)), self._groups):
+                return
+            if not all_have(new, self._groups):
                 raise RuntimeError(
                     f"The forward of {self._name or 'the model'} wrote other values into its parameters on each rank"
                     f"{f' ({self._full(written[0])} here)' if written else ''}, so the shards do not fit together. Write "
                     "the same values everywhere (torch.distributed.all_reduce averages the statistics that they are "
                     "computed from), or make the parameter a buffer."
                 )
-            else:
-                for place in written:
-                    place.write_back()
+            for place in written:
+                place.write_back()
 
     def _checksums(self) -> list[Tensor]:
         weights = [local_part(place.gathered).detach() for place in self._places]
@@ -277,12 +277,15 @@ def _names_data(modules: Iterable[nn.Module]) -> bool:
     for module in modules:
         waiting += [module.forward, *module._forward_pre_hooks.values(), *forward_hooks(module)]
     seen = set[Any]()
+    # PEFT names it to merge an adapter, in forward only where one was switched off while it was merged: a watch of every
+    # layer with LoRA, which waits for the device, would be for nothing.
+    others = ("torch.", "nemo_like.", "peft.")
     while waiting:
         function = waiting.pop()
         function = inspect.unwrap(function) if callable(function) else function
         function = getattr(function, "__func__", function)
         code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
-        if code is None or code in seen or str(getattr(function, "__module__", "")).startswith(("torch.", "nemo_like.")):
+        if code is None or code in seen or str(getattr(function, "__module__", "")).startswith(others):
             continue
         seen.add(code)
         if "data" in code.co_names:

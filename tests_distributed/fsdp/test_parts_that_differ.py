@@ -6,6 +6,7 @@ The original model of each rank takes that rank's batch, and its gradients are a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from nemo_like import DDP, parallelize
+from nemo_like._util.module_tree import every_module
 from nemo_like.distributed.gradients import set_gradient_sync
+from nemo_like.distributed.unit_calls import _names_data
 from nemo_like.distributed.weights.materialize import materialize
+from nemo_like.layers import find_layers
 from tests.checks import whole
-from tests.models import kv_shared, tiny
+from tests.models import decoders, kv_shared, tiny
+from tests.models.adapted import with_lora
 from tests_distributed.spawn import on_ranks
 
 Step = Callable[[nn.Module, int], Any]
@@ -413,6 +418,33 @@ def test_gemma_3n_which_clamps_weights_in_forward_trains(rank: int, world: int) 
             # The tiny original model has NaN in the gradient of its embedding, too.
             close = {"rtol": 1e-4, "atol": 1e-6, "equal_nan": True}
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, **close, msg=name)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_a_write_through_data_leaves_the_bits_of_other_weights_in_32_bits(rank: int, world: int) -> None:
+    """A shard in float32 is gathered in bfloat16: where nothing was written, rounded values must not come back."""
+    net = Net(Clamped)
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    model = parallelize(net, ac="none", precision="bf16")
+    model(batch())
+    limit = torch.tensor(0.05, dtype=torch.bfloat16).float()
+    for name, parameter in model.named_parameters():
+        wanted = torch.where((before[name].bfloat16() > limit) & name.endswith("up.weight"), limit, before[name])
+        assert torch.equal(wanted, before[name]) != name.endswith("up.weight")
+        assert torch.equal(parameter.full_tensor(), wanted), name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("build", "compared"),
+    [
+        *((functools.partial(decoders.build, name), False) for name in ("llama", "gpt2", "mixtral")),
+        (lambda: with_lora(decoders.build("llama"), ["q_proj"]), False),
+        (lambda: kv_shared.build("gemma3n"), True),
+    ],
+)
+def test_only_layers_that_name_data_are_compared_at_each_call(build: Callable[[], nn.Module], compared: bool) -> None:
+    """The comparison waits for the device; PEFT's forward names ``.data``, but only to take a merged adapter out again."""
+    assert {_names_data(every_module(layer.module)) for layer in find_layers(build())} == {compared}
 
 
 @on_ranks(2)

@@ -154,8 +154,7 @@ def test_stages_of_a_function_give_the_bits_of_one_process(
         torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         for whole_or_stage in (pipeline, pipeline.module, pipeline.parameters()):
-            found = clip_grad_norm_(whole_or_stage, math.inf)
-            torch.testing.assert_close(found, norm, rtol=1e-5, atol=0, msg=where)
+            torch.testing.assert_close(clip_grad_norm_(whole_or_stage, math.inf), norm, rtol=1e-5, atol=0, msg=where)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
         whole = pipeline.full_state_dict()

@@ -109,14 +109,15 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     if full:
         _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
     state: dict[str, Any] = {}
-    for name, (parameter, group) in _optimized(model, optimizer).items():
+    optimized = _optimized(model, optimizer)
+    for name, (parameter, group) in optimized.items():
         entry = optimizer.state.get(parameter) or {}
         if not entry and parameter.requires_grad:
             entry = _first_moments(optimizer, parameter, group)
         if entry:
             entry = tree_map_only(Tensor, _copied if full else in_boxes, dict(entry))
             state |= {name: entry} if not full or launch.rank() == 0 else {}
-    groups = _named_groups(model, optimizer)
+    groups = _named_groups(optimizer, optimized)
     if full:
         return (
             {} if launch.rank() else {"state": state, "param_groups": tree_map_only(Tensor, _copied, deepcopy(groups))}
@@ -143,7 +144,7 @@ def set_optimizer_state(
     optimized = _optimized(model, optimizer)
     loaded = _own_part(optimizer, optimized, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
     numbers = {name: number for number, name in enumerate(optimized)}
-    groups = [_options_of(group, loaded["param_groups"]) for group in _named_groups(model, optimizer)]
+    groups = [_options_of(group, loaded["param_groups"]) for group in _named_groups(optimizer, optimized)]
     entries: dict[int, Any] = {}
     for name, (parameter, _) in optimized.items():
         entry = loaded["state"].get(name) or {}
@@ -172,8 +173,8 @@ def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimized:
     return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
 
 
-def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = list(_optimized(model, optimizer))
+def _named_groups(optimizer: torch.optim.Optimizer, optimized: Optimized) -> list[dict[str, Any]]:
+    names = list(optimized)
     groups = optimizer.state_dict()["param_groups"]
     return [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
 
