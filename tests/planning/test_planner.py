@@ -347,7 +347,7 @@ def test_command(tmp_path, capsys):
     rows = {row["ac"]: row for row in body["rows"]}
     assert {"none", "full", "selective", "50%"} <= rows.keys() and body["check"] is None
     assert body["recommended"] in rows and rows[body["recommended"]]["fits"]
-    assert f"ac={body['recommended']!r}" in said.splitlines()[1]
+    assert f"ac={body['recommended']!r}" in said.split("\nPaste: ")[1].splitlines()[0]
     assert rows["full"]["saved_bytes"] < rows["selective"]["saved_bytes"] < rows["none"]["saved_bytes"]
     assert all(sum(row["peak_parts"].values()) == row["peak_bytes"] for row in rows.values())
     assert Plan.load(plan, resolve_model("llama-tiny").build("meta")).peak_bytes <= body["limit_bytes"]
