@@ -694,7 +694,9 @@ def _around(
     def called(*args: object, **kwargs: object) -> Any:
         if before is not None:
             before()
-        result = own(*args, **kwargs)
+        # FSDP2 keeps the tensors into which a first forward gathers: made in inference mode, they could never train.
+        outside = torch.inference_mode(False)(torch.no_grad()(own)) if torch.is_inference_mode_enabled() else own
+        result = outside(*args, **kwargs)
         if after is not None:
             after()
         return result

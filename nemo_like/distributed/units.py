@@ -4,6 +4,7 @@ A *unit* is made by one call of ``fully_shard``: parameters that are gathered by
 reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,7 +286,11 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
     known."""
     rows = getattr(getattr(tail[-1], "weight", None), "shape", (0,))[0] if tail else 0
     alike = [m for m in names if isinstance(m, nn.Embedding) and rows and m.num_embeddings == rows]
-    return alike[0] if len(alike) == 1 else None
+    if len(alike) != 1:
+        return None
+    # PEFT's wrapper of rows that train reads the weight in a forward of its own.
+    plain = re.sub(r"(\.token_adapter\.base_layer|\.original_module)$", "", names[alike[0]])
+    return next(module for module, name in names.items() if name == plain)
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:
