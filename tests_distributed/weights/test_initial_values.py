@@ -9,7 +9,7 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like.distributed.weights.materialize import materialize
 from tests.checks import assert_bitwise, whole
-from tests.tools.surveys.initial_values import differences, initialized, survey_one
+from tests.tools.surveys.initial_values import differences, initialized, survey, survey_one
 from tests.tools.surveys.layers import model_types
 from tests.tools.surveys.tiny_models import build_tiny
 from tests_distributed.spawn import on_ranks
@@ -37,11 +37,7 @@ def test_a_model_built_on_meta_has_the_values_of_transformers_own_initialisation
 @pytest.mark.long(reason="every model type of transformers, 15 minutes")
 @pytest.mark.parametrize("part", range(8))
 def test_no_model_type_has_other_values(part: int) -> None:
-    auto = pytest.importorskip("transformers.models.auto.modeling_auto").MODEL_MAPPING_NAMES
-    rows = []
-    for model_type in model_types()[part::8]:
-        name = auto[model_type]
-        rows.append(survey_one(model_type, name if isinstance(name, str) else name[0]))
+    rows = list(survey(model_types()[part::8]))
     assert [row for row in rows if row.verdict == "different"] == []
     assert sum(row.verdict == "equal" for row in rows) > 30
 
@@ -50,22 +46,19 @@ def test_no_model_type_has_other_values(part: int) -> None:
 @on_ranks(2, timeout=100)
 def test_ranks_have_the_values_of_one_process(rank: int, world_size: int) -> None:
     for family in ("gpt2", "t5", "whisper"):
-        with torch.device("meta"):
-            model = build_tiny(FAMILIES[family])
-        model = parallelize(model, strategy="fsdp2", ac="full", device="cpu")
+        model = parallelize(on_meta(FAMILIES[family]), strategy="fsdp2", ac="full", device="cpu")
         materialize(model, seed=0)
         eager = build_tiny(FAMILIES[family])
         assert any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        single = build_on_one(family)
+        single = materialize(on_meta(FAMILIES[family]), seed=0)
         assert_bitwise({n: whole(p).detach() for n, p in model.named_parameters()}, dict(single.named_parameters()))
         assert list(differences(eager, single)) == []
 
 
-def build_on_one(family: str) -> nn.Module:
-    """The model of `family` with the values that one process draws."""
+def on_meta(model_class: str) -> nn.Module:
+    """The tiny model of transformers' `model_class` on the meta device."""
     with torch.device("meta"):
-        model = build_tiny(FAMILIES[family])
-    return materialize(model, seed=0)
+        return build_tiny(model_class)
 
 
 class _Scaled(nn.Module):
@@ -122,16 +115,26 @@ def test_an_init_fn_reaches_modules_without_tensors() -> None:
 
 
 def test_known_values_are_kept_by_a_parents_initializer() -> None:
-    eager = build_tiny(FAMILIES["gpt2"])
-    with torch.device("meta"):
-        model = build_tiny(FAMILIES["gpt2"])
+    eager, model = build_tiny(FAMILIES["gpt2"]), on_meta(FAMILIES["gpt2"])
     for name in ("wte", "h.0.mlp.c_proj"):
         at = model.transformer.get_submodule(name)
         at.weight = nn.Parameter(eager.transformer.get_submodule(name).weight.detach().clone())
     model.tie_weights()
+    # Its bias is on the meta device, so that its own initializer is called, and would draw the weight, too.
+    with pytest.raises(
+        ValueError, match=r"h\.0\.mlp\.c_proj\.weight is not on the meta device, and begins with \[-?0\.0"
+    ):
+        materialize(model, seed=0)
+    at.weight._is_hf_initialized = True
     materialize(model, seed=0)
     for name in ("wte", "h.0.mlp.c_proj"):
-        kept, given = (m.transformer.get_submodule(name).weight for m in (model, eager))
-        assert torch.equal(kept, given)
+        assert torch.equal(*(m.transformer.get_submodule(name).weight for m in (model, eager)))
     other = initialized(eager, 3).transformer.h[1].mlp.c_proj.weight.std()
     assert abs(model.transformer.h[1].mlp.c_proj.weight.std() / other - 1) < 0.1
+
+
+def test_a_tensor_that_the_constructor_made_outside_of_meta_is_refused_and_initialized_after_to_meta() -> None:
+    model = on_meta("XLNetModel")  # torch.FloatTensor(n)
+    with pytest.raises(ValueError, match=r"mask_emb is not on the meta device.*call model\.to\('meta'\)"):
+        materialize(model, seed=0)
+    assert list(differences(build_tiny("XLNetModel"), materialize(model.to("meta"), seed=0))) == []

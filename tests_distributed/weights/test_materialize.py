@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,11 +269,18 @@ def test_a_buffer_that_nobody_computes_is_an_error() -> None:
     assert torch.equal(mystery.scale, torch.arange(3.0))
 
 
-def test_a_meta_tensor_that_is_not_registered_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.ones(2), "a tensor on the meta device"),
+        (lambda: [nn.Linear(2, 2)], "a list of modules on the meta"),
+    ],
+)
+def test_a_meta_tensor_that_is_not_registered_is_an_error(make: Callable[[], Any], said: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-        model.table = torch.ones(2)
-    with pytest.raises(ValueError, match=r"\.table is a tensor on the meta device"):
+        model.table = make()
+    with pytest.raises(ValueError, match=rf"\.table is {said}"):
         materialize(model)
 
 

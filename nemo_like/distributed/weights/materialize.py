@@ -80,14 +80,15 @@ def materialize(
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.
 
     Args:
-        model: on the meta device, wholly or in part; with `init_fn`, tensors that are not on it keep their values.
+        model: on the meta device, wholly or in part. Tensors that are not on it keep their values, and without
+            `init_fn`, one that its own module's initializer would give other values is an error.
         device: for the parameters; None: this rank's accelerator, or the CPU where `shard_layers` offloads to it.
         strict: a name in the source that the model does not have is an error.
         seed: for `init_fn`; None: drawn from rank 0's generator.
 
     Raises:
         ValueError: nothing is on the meta device; two sources; names missing or unknown, or shapes different; a
-            tensor that no initializer sets.
+            tensor that no initializer sets; a tensor with values that may not be meant.
         CheckpointUnreadableError: a checkpoint that is absent or damaged.
         All of them on every rank, with the model as it was.
     """
@@ -120,7 +121,10 @@ def materialize(
     if source is not None:
         values |= _on_every_rank(lambda: _read(stored, source, place, compute), sharded)
     with _seeded(seed, sharded):
-        known = {slot: slot.tensor for slot in slots if not slot.tensor.is_meta} | values
+        # Constructors make some tensors outside of meta: ``torch.Tensor(n)`` is real memory that was never written.
+        ran = {id(module) for module, _ in initializers[0]} if init_fn is None else set()
+        doubtful = {s for s in slots if not hasattr(s.tensor, INITIALIZED) and any(id(m) in ran for m, _ in s.places)}
+        known = {slot: slot.tensor for slot in slots if not slot.tensor.is_meta and slot not in doubtful} | values
         made = _MadeWhole(known, place, compute)
         values |= _on_every_rank(lambda: _initialize(model, initializers, slots, made, init_fn is not None), sharded)
     for slot in slots:
@@ -155,8 +159,15 @@ def _on_every_rank(action: Callable[[], T], together: bool) -> T:
 def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
     if not any(slot.tensor.is_meta for slot in slots):
         raise ValueError("Nothing of the model is on the meta device, so there is nothing to materialize.")
+    registered = set(model.modules())
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
+            hidden = [m for m in value if isinstance(m, nn.Module)] if isinstance(value, list) else []
+            if any(tensor.is_meta for m in hidden if m not in registered for tensor in m.parameters()):
+                raise ValueError(
+                    f"{name}.{attribute} is a list of modules on the meta device. A module in a list is not registered, "
+                    "so nothing can fill its parameters: make it an nn.ModuleList, or build the model on the CPU."
+                )
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(
                     f"{name}.{attribute} is a tensor on the meta device, but neither a parameter nor a buffer, so "
@@ -297,8 +308,8 @@ class _MadeWhole(TorchFunctionMode):
             slot, kept = self._slots[id(tensor)]
             # Values that an eager build computes on the CPU may differ elsewhere in the last bit; weights are drawn.
             whole = _unset(slot, self._compute if slot.is_parameter else torch.device("cpu"))
-            value = self.values.get(slot, self.known.get(slot))
-            if kept and value is not None:
+            value = self.values.get(slot, self.known.get(slot, slot.tensor))
+            if kept and not value.is_meta:
                 whole.copy_(value.full_tensor() if isinstance(value, DTensor) else value)  # a collective
             self._wholes[id(tensor)] = whole
         return self._wholes[id(tensor)]
@@ -339,26 +350,24 @@ def _initialize(
                 registered: dict[str, Any] = module._parameters if slot.is_parameter else module._buffers
                 before.append((slot, registered, name, registered[name]))
                 registered[name] = first if tied or not at else made.stand_in(slot, kept=False)
-        own = {id(module): [s for s in slots if any(m is module for m, _ in s.places)] for module, _ in constructors}
         with original_classes(model), guarded_initializers(), torch.no_grad():
-            for module, initialize in chosen:
-                with made:
-                    initialize(module)
-                made.keep()
-            for module, initialize in constructors:
-                # The model around it has no rule for it: its constructor's values stay in an eager build.
-                if not any(slot in made.values for slot in own[id(module)]):
+            for at, (module, initialize) in enumerate([*chosen, *constructors]):
+                # If the model around it has no rule for it, its constructor's values stay in an eager build.
+                if at < len(chosen) or not any(m is module for slot in made.values for m, _ in slot.places):
                     with made:
                         initialize(module)
                     made.keep()
+                    vars(module)[INITIALIZED] = True  # as transformers does: initializers of parents read it
         for slot, registered, name, _ in before:
             if not registered[name].is_meta:  # the initializer registered another tensor
                 made.put(slot, registered[name])
     finally:
         for _, registered, name, tensor in before:
             registered[name] = tensor
+        for module, _ in chosen:
+            vars(module).pop(INITIALIZED, None)
     for slot in (slot for slot in slots if slot not in made.known):
-        _refuse_unset(slot, made.values.get(slot))
+        _refuse_wrong(slot, made.values.get(slot, slot.tensor))
     return made.values
 
 
@@ -372,18 +381,23 @@ def _unset(slot: Slot, device: torch.device) -> Tensor:
     return nn.Parameter(whole, requires_grad=slot.tensor.requires_grad) if slot.is_parameter else whole
 
 
-def _refuse_unset(slot: Slot, value: Tensor | None) -> None:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local is None:
-        unset = torch.tensor(True)
-    elif local.is_floating_point() or local.is_complex():
-        unset = local.isnan().any()
-    elif local.dtype != torch.bool and local.numel():
-        unset = (local == torch.iinfo(local.dtype).max).all()
-    else:
-        return
-    if unset:
+def _refuse_wrong(slot: Slot, value: Tensor) -> None:
+    """Refuse a `value` that no initializer set, or that is not the one that the slot's tensor had before."""
+    local, before = (t.to_local() if isinstance(t, DTensor) else t for t in (value.detach(), slot.tensor.detach()))
+    inexact = local.is_floating_point() or local.is_complex()
+    if local.is_meta or (
+        local.isnan().any()
+        if inexact
+        else local.dtype != torch.bool and local.numel() and (local == torch.iinfo(local.dtype).max).all()
+    ):
         raise ValueError(f"{slot.name} was not set by its module's initializer: pass an init_fn that sets it.")
+    if not before.is_meta and not torch.equal(local.cpu(), before.cpu()):
+        raise ValueError(
+            f"{slot.name} is not on the meta device, and begins with {before.flatten()[:2].tolist()}, but its module's "
+            "initializer would give it other values. If the model's constructor made it (torch.Tensor(n) is memory that was "
+            "never written), call model.to('meta') when the model is built, so that it is initialized like the "
+            f"others. If you gave it, set {INITIALIZED} = True on each tensor that you gave, so that it is kept."
+        )
 
 
 @contextmanager
