@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class InitialValues:
     model_class: str = ""
     tensors: int = 0
     verdict: str = ""
-    """``equal``, ``different``, ``kept`` (a tensor that was not on the meta device), ``refused`` or ``not built``."""
+    """``equal``, ``different``, ``refused`` or ``not built``."""
     problem: str = ""
 
 
@@ -60,13 +60,11 @@ def _compare(model_type: str, model_class: str, build: Callable[[], nn.Module]) 
     try:
         with within(SECONDS), torch.device("meta"):
             model = build()
-        kept = {name for name, tensor in _tensors(model) if not tensor.is_meta}
         materialize(model, seed=0)
     except Exception as error:  # noqa: BLE001  (it is in the table)
         return InitialValues(model_type, model_class, len(tensors), "refused", one_line(error))
-    wrong = list(differences(eager, model, kept))
-    verdict = ("kept" if kept else "different") if wrong else "equal"
-    return InitialValues(model_type, model_class, len(tensors), verdict, "; ".join(wrong[:3]))
+    wrong = list(differences(eager, model))
+    return InitialValues(model_type, model_class, len(tensors), "different" if wrong else "equal", "; ".join(wrong[:3]))
 
 
 def initialized(model: nn.Module, seed: int) -> nn.Module:
@@ -80,15 +78,11 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def differences(eager: nn.Module, model: nn.Module, kept: Collection[str] = ()) -> Iterator[str]:
+def differences(eager: nn.Module, model: nn.Module) -> Iterator[str]:
     """Yield each tensor of `model` that has other values than `initialized(eager, 0)`.
 
     A tensor that the initialisation does not write has the constructor's values in `eager`: there the kind of values
     is compared, the constants or the spread.
-
-    Args:
-        kept: names of tensors that the constructor made outside of the meta device. They are not drawn, so that what is
-            drawn after them differs: all are compared by kind.
     """
     before = {name: tensor.detach().clone() for name, tensor in _tensors(eager)}
     initialized(eager, 0)
@@ -99,7 +93,7 @@ def differences(eager: nn.Module, model: nn.Module, kept: Collection[str] = ()) 
         got = drawn[name].detach()
         if torch.equal(got, wanted):
             continue
-        constructed = torch.equal(wanted, before[name]) or name in tied or bool(kept)
+        constructed = torch.equal(wanted, before[name]) or name in tied
         if not (constructed and alike(got, before[name])):
             yield f"{name}: {_describe(got)} for {_describe(wanted)}"
 
@@ -148,11 +142,11 @@ def markdown(rows: Iterable[InitialValues]) -> str:
         "`torch.equal`. Tensors that this initialisation does not write, and tied ones, are compared with the "
         "constructor's: equal constants, or random values of the same mean and spread.",
         "",
-        "Some constructors make a tensor outside of the meta device (`torch.Tensor(n)`, `torch.normal`), which "
-        "`materialize` takes for values that were given. Such a model is compared by mean and spread, and is in the table "
-        "as *kept* if that tensor has other values: `torch.Tensor(n)` is memory that has not been written.",
+        "Some constructors make a tensor outside of the meta device: `torch.Tensor(n)` is memory that has not been "
+        "written. If the initialisation would give such a tensor other values, `materialize` refuses it by name; after "
+        "`model.to('meta')` it is initialized as the others are.",
         "",
-        ", ".join(f"{count[verdict]} are {verdict}" for verdict in ("equal", "kept", "different", "refused")) + ".",
+        ", ".join(f"{count[verdict]} are {verdict}" for verdict in ("equal", "different", "refused")) + ".",
         "",
         "| model type | class | tensors | result | reason |",
         "|---|---|---|---|---|",
