@@ -901,6 +901,18 @@ class _Lent:
         return added
 
 
+class _Watched(_Lent):
+    """Another object that a layer is called with: FSDP2 hands it on as it is, and hooks nothing that is put into it."""
+
+    def __init__(self, owner: object) -> None:
+        self.container, self.items, self.replaced = owner, [], []
+        self.before = tree_leaves(vars(owner))
+
+    def give_back(self) -> list[Tensor]:
+        before = set(map(id, self.before))
+        return [t for t in tree_leaves(vars(self.container)) if isinstance(t, Tensor) and id(t) not in before]
+
+
 def _items(container: Any) -> list[tuple[Any, Any]]:
     if isinstance(container, dict | list):
         return list(container.items() if isinstance(container, dict) else enumerate(container))
@@ -929,6 +941,9 @@ def _lend(value: Any, lent: dict[int, _Lent]) -> Any:
             for _, inner in _items(value):
                 _lend(inner, lent)
         return lent[id(value)]
+    if hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module) and not callable(value):
+        lent.setdefault(id(value), _Watched(value))
+        return value
     return _map_tuple(partial(_lend, lent=lent), value)
 
 

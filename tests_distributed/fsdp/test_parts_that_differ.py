@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ class Pops(Block):
 
 class Containers(Net):
     def __init__(self, kind: str) -> None:
-        super().__init__(dict(skips=Skips, state=State, record=Record, cache=Cache, pops=Pops)[kind])
+        super().__init__(dict(skips=Skips, state=State, record=Record, plain=Record, cache=Cache, pops=Pops)[kind])
         self.kind = kind
 
     def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
@@ -220,8 +221,8 @@ class Containers(Net):
             for block in self.blocks:
                 block(state)
             return self.heads[head](state["x"])
-        if self.kind == "record":
-            hidden = Hidden(x)
+        if self.kind in ("record", "plain"):
+            hidden: Any = Hidden(x) if self.kind == "record" else SimpleNamespace(x=x, sums=None)
             for block in self.blocks:
                 block(hidden)
             return self.heads[head](hidden.x + hidden.sums)
@@ -234,7 +235,16 @@ class Containers(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ac"), [("skips", "full"), ("state", "none"), ("record", "full"), ("cache", "full"), ("pops", "none")]
+    ("kind", "ac"),
+    [
+        ("skips", "full"),
+        ("state", "none"),
+        ("record", "full"),
+        ("plain", "none"),
+        ("plain", "full"),
+        ("cache", "full"),
+        ("pops", "none"),
+    ],
 )
 @on_ranks(2)
 def test_layers_change_a_container_that_they_are_called_with(rank: int, world: int, kind: str, ac: str) -> None:

@@ -152,8 +152,13 @@ class Registered:
         parameters, buffers = ([t for t in self._values(tables) if t is not None] for tables in tensors)
         # Parameters with a flag to put back.
         self.parameters = [t for t in {id(t): t for t in parameters}.values() if t.is_leaf]
+        # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
+        adapted = {fields.get("parameter_name") for fields in modules if "lora_A" in fields["_modules"]} - {None}
+        held = [fields["_parameters"].get(name) for fields in modules for name in adapted]
+        written = {id(t) for t in held if t is not None and not t.requires_grad}
         # Parameters and buffers with a version to compare.
-        self.counted = [t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference()]
+        both = (t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference())
+        self.counted = [t for t in both if id(t) not in written]
         self._has_hooks = any(map(any, map(_hooks_of, modules)))
         # Nothing in it must go before the next forward: no graph, as tensors put in by a functional call have.
         self.may_be_remembered = all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
