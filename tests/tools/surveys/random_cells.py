@@ -1,8 +1,9 @@
 """Random programs x axes x modes on two gloo ranks, compared with the original model that each rank trains by hand.
 
-    python -m tests.tools.surveys.random_cells --seeds 0:200 [--only KIND] [--json FILE]
+    python -m tests.tools.surveys.random_cells --seeds 0:200 [--only KIND] [--weighted] [--json FILE]
 
-A seed draws one cell: a program (`PLAIN` and `LIBRARY`), an axis (`AXES`), a mode (`MODES`) and options. Both sides take
+A seed draws one cell: a program (`PLAIN` and `LIBRARY`), an axis (`AXES`), a mode (`MODES`) and options; with
+``--weighted``, most have `compile`, tp or adapters. Both sides take
 three AdamW steps and an evaluation; losses, gradients, weights and buffers are compared. By hand, gradients are averaged by
 an all-reduce; a parameter that no rank used has no gradient and is not decayed. Verdicts: equal (bitwise), close (1e-5 of
 the norm: tp, cp, ep and pp sum in other orders, clipping sums shards, DDP averages what is averaged; 3e-2 in bf16; 1e-4 and
@@ -29,8 +30,8 @@ from tests.tools.surveys.random_programs import PLAIN
 from tests.tools.surveys.random_training import batch_of, build, train
 from tests_distributed.spawn import RanksTimedOutError, run_ranks
 
-LIBRARY = dict.fromkeys(("t5", "bert", "vit", "whisper", "mamba", "gpt2", "clip", "lora"), ())
-LIBRARY |= {"llama": ("tp", "cp", "pp"), "qwen3": ("tp", "cp", "pp"), "gemma3_text": ("tp", "cp", "pp")}
+LIBRARY = dict.fromkeys(("t5", "bert", "vit", "whisper", "mamba", "gpt2", "clip"), ())
+LIBRARY |= dict.fromkeys(("lora", "llama", "qwen3", "gemma3_text"), ("tp", "cp", "pp"))
 LIBRARY |= {"gpt2": ("pp",), "qwen3_moe": ("ep", "tp", "cp"), "mixtral": ("ep", "tp")}
 AXES = ("fsdp2", "fsdp2", "keep", "free", "hsdp", "ddp")
 MODES = ("none", "full", "full", "selective", "selective", "submodule", "sequential", "60%")
@@ -54,6 +55,7 @@ CLASSES = {
 }
 """Kinds by what is hard about them; any other kind is a plain model."""
 VERDICTS = ("equal", "close", "refused", "WRONG", "DIED", "HUNG", "void")
+WEIGHTED = ("lora", "lora", "lora", "llama", "qwen3", "gemma3_text", "gpt2", "qwen3_moe")
 NO_DDP = (
     "method",
     "thaw",
@@ -61,11 +63,13 @@ NO_DDP = (
 ROUTED = ("qwen3_moe", "mixtral", "experts", "routed")
 
 
-def drawn(seed: int) -> dict[str, Any]:
+def drawn(seed: int, weighted: bool = False) -> dict[str, Any]:
     """Return the cell of `seed`."""
     draw, kinds = random.Random(seed), [*PLAIN, *LIBRARY]
     kind = kinds[seed % len(kinds)]
+    kind = draw.choice(WEIGHTED) if weighted and draw.random() < 0.7 else kind
     own = LIBRARY.get(kind, ())
+    own = ("tp", "tp", *own) if weighted and "tp" in own else own
     axis = draw.choice(own) if own and draw.random() < 0.6 else draw.choice(AXES[: -1 if kind in NO_DDP else None])
     cell = {"seed": seed, "kind": kind, "axis": axis, "ac": draw.choice(MODES), "accumulate": draw.choice((1, 1, 2))}
     cell |= {"sync": draw.choice(("every", "last")), "prefetch": (draw.randrange(3), draw.randrange(3))}
@@ -76,6 +80,7 @@ def drawn(seed: int) -> dict[str, Any]:
     cell["bf16"] &= not whole and axis != "ep" and kind not in (*ROUTED, "method")  # routing would flip
     cell["cpu_offload"] &= axis != "ddp" and not whole
     cell["accumulate"] = 1 if axis == "pp" else cell["accumulate"]
+    cell["compile"] = "aot_eager" if weighted and draw.random() < 0.6 else None
     return cell
 
 
@@ -119,6 +124,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any]) -> tuple[bool, li
             "hsdp": {"dp_replicate": 2},
         }.get(axis, {})
         sample = {k: v[:2] for k, v in sample.items()} if axis == "pp" else sample
+        more |= {"compile": cell["compile"]} if cell["compile"] else {}
         more |= {"precision": "bf16"} if cell["bf16"] else {}
         more |= {"offload": "boundary"} if cell["boundary"] and cell["ac"] != "none" else {}
         more |= {"sample_input": sample} if axis == "pp" or "%" in cell["ac"] else {}
@@ -150,12 +156,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Random programs on two ranks, compared with the original model.")
     parser.add_argument("--seeds", default="0:200", help="FIRST:END, or numbers with commas")
     parser.add_argument("--only", help="a kind of program")
+    parser.add_argument("--weighted", action="store_true", help="most cells with compile, tp or adapters")
     parser.add_argument("--json", type=Path, help="write a line per cell")
     args = parser.parse_args()
     seeds = range(*map(int, args.seeds.split(":"))) if ":" in args.seeds else map(int, args.seeds.split(","))
     counts: dict[str, Counter[str]] = {}
     start = time.monotonic()
-    for cell in map(drawn, seeds):
+    for cell in (drawn(seed, args.weighted) for seed in seeds):
         if args.only not in (None, cell["kind"]):
             continue
         began = time.monotonic()
