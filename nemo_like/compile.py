@@ -43,7 +43,12 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
             for inside in _inside_of_regions(layer):
                 compile_in_place(inside, resolved)
             continue
-        if _writes_shared_states_in_a_traced_region(layer):
+        # Dynamo traces checkpointed regions in it.
+        modules = list(every_module(_outermost(layer)))
+        traced = any(isinstance(module, CheckpointWrapper) for module in modules)
+        # A value that leaves such a region through the dictionary of shared keys and values, and not as an output, is cut
+        # from the graph: silently wrong gradients of Gemma 3n with torch 2.13 (``tests/test_compile.py``).
+        if traced and shares_states_explicitly([bare(layer)]):
             warn_once(
                 f"compile={backend!r} was asked for, but {type(bare(layer)).__name__} hands keys and "
                 "values to other layers from inside a checkpointed region, whose gradient torch.compile loses: these "
@@ -51,7 +56,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
             )
             continue
         # Regions with different inputs (masked or not, several dtypes) recompile instead of giving up on the graph.
-        compile_in_place(_outermost(layer), resolved)
+        compile_in_place(_outermost(layer), resolved, recomputes=modules if traced else ())
 
 
 def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
@@ -66,13 +71,3 @@ def _outermost(layer: nn.Module) -> nn.Module:
     if isinstance(layer, OffloadWrapper):  # its hooks are outside of the graph
         layer = wrapped_module(layer)
     return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
-
-
-def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
-    """Return whether Dynamo would trace a checkpointed region that may change the dictionary of shared keys and values.
-
-    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph. It was seen
-    with torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
-    """
-    traced = any(isinstance(module, CheckpointWrapper) for module in every_module(_outermost(layer)))
-    return traced and shares_states_explicitly([bare(layer)])

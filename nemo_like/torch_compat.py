@@ -548,26 +548,47 @@ def _waited(value: Any) -> Any:
     return _map_tuple(_waited, value)
 
 
-def compile_in_place(module: nn.Module, backend: str) -> None:
+def _state_in(owns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and tensors in attributes, by name; but statistics that a norm of torch reads in evaluation."""
+    for own in owns:
+        tables = own, own["_parameters"], {} if "num_batches_tracked" in own["_buffers"] else own["_buffers"]
+        items = ((name, value) for table in tables for name, value in table.items())
+        yield from ((name, value) for name, value in items if type(value) in (Tensor, nn.Parameter))
+
+
+def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn.Module] = ()) -> None:
     """Call `nn.Module.compile`, and have the compiled call get plain tensors only.
 
     AOTAutograd of torch 2.13 drops the gradient of an `AsyncCollectiveTensor` that a graph gets, such as the output of an
     embedding whose vocabulary is split: it would never train. So the wait is an operator in front of the graph.
+
+    recomputes: the modules of a graph with regions that are recomputed. These would read the values that a module has
+    written into its own tensors in between, without a word from torch: refused.
     """
     module.compile(backend=backend)
     graph: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+    owns = list(map(vars, recomputes))
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        watched = owns and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        before = [(name, t, t._version) for name, t in _state_in(owns) if not t.is_inference()] if watched else []
         try:
-            return graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
+            output = graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
+            if written := [name for name, tensor, version in before if tensor._version != version]:
+                raise RuntimeError(
+                    f"The forward of {type(module).__name__} writes into its own {written[0]!r}, and torch.compile "
+                    "recomputes from the values after the write: gradients would be wrong. Use ac='full', which "
+                    "recomputes from outside of the compiled layer, or compile=False."
+                )
+            return output
         except AssertionError as error:
             # The partitioner puts the state of a recomputed random operator behind the mesh, among which it counts tensors.
             if "tensors_saved_with_vc_check" not in str(error):
                 raise
             raise RuntimeError(
-                "This torch cannot compile a checkpointed layer that draws random numbers (dropout) and whose weights tp "
-                "splits. Use ac='full', which recomputes from outside of the compiled layer, a dropout of 0, or "
-                "compile=False."
+                "On a CPU, this torch cannot compile a layer whose weights tp splits and that recomputes dropout or "
+                "attention, which it counts among random operators. Use ac='full', which recomputes from outside of the "
+                "compiled layer, ac='selective' without dropout, or compile=False."
             ) from error
 
     module._compiled_call_impl = call

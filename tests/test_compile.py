@@ -188,6 +188,42 @@ def test_running_statistics_move_once_under_the_eager_backend() -> None:
     assert_bitwise(*({**gradients_of(model), **dict(model.named_buffers())} for model in models))
 
 
+class Centred(nn.Module):
+    """Takes a running mean off, which it has written into a buffer, an attribute or a frozen parameter before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
+        mean = torch.zeros(8)
+        if kind == "buffer":
+            self.register_buffer("mean", mean)
+        else:
+            self.mean = nn.Parameter(mean, requires_grad=False) if kind == "parameter" else mean
+        self.writes = kind != "norm"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        return x + self.up(torch.tanh(self.norm(x) - self.mean))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "parameter", "norm"])
+def test_what_a_traced_region_writes_and_recomputes_from_is_refused(kind: str) -> None:
+    # torch alone gives other gradients without a word. Statistics of torch's norms are not read in training.
+    results = []
+    for asked in ({"ac": "none"}, {"ac": "selective", "compile": "aot_eager"}):
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(Centred(kind), Centred(kind)), "single", layers=["0", "1"], **asked)
+        if kind != "norm" and "compile" in asked:
+            with pytest.raises(RuntimeError, match=r"writes into its own 'mean', .* Use ac='full'"):
+                model(torch.randn(4, 8))
+            return
+        model(torch.randn(4, 8)).square().sum().backward()
+        results.append({**gradients_of(model), **dict(model.named_buffers())})
+    assert_bitwise(*results)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["eager", as_it_is], ids=["eager", "a function"])
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])

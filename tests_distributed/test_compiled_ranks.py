@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from nemo_like import ContextParallel, TensorParallel, parallelize
-from tests.checks import step
+from tests.checks import step, whole
+from tests.models.families import FAMILIES
 from tests.models.fit_models import llama
+from tests_distributed.context.cut_models import without_dropout
 from tests_distributed.expert.whole_gradients import assert_close
 from tests_distributed.spawn import on_ranks
 
@@ -60,8 +62,28 @@ def test_dropout_in_a_checkpointed_layer_that_tp_splits_is_refused(rank: int, wo
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.attention_dropout = 0.1
     parallelize(model, ac="selective", compile="aot_eager", tp=2, device="cpu")
-    with pytest.raises(RuntimeError, match=r"cannot compile a checkpointed layer that draws random numbers .* ac='full'"):
+    with pytest.raises(RuntimeError, match=r"cannot compile a layer whose weights tp splits and that .* ac='full'"):
         model(input_ids=IDS, labels=IDS)
+
+
+# Tracing takes 6 to 11 s.
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("kind", "ac", "axis"), [("gemma3_text", "selective", "tp"), ("qwen3_moe", "none", "sequence parallel")]
+)
+@on_ranks(2, timeout=180)
+def test_layers_of_other_models_are_one_graph(rank: int, world_size: int, kind: str, ac: str, axis: str) -> None:
+    """Experts get a view of gathered sequences; the norm of Gemma calls a method of its own."""
+    family = FAMILIES[kind]
+    models = [without_dropout(family.build(0)), without_dropout(family.build(0))]
+    family.step(models[0]).backward()
+    torch.compiler.reset()
+    counters.clear()
+    models[1] = parallelize(models[1], ac=ac, compile="aot_eager", device="cpu", **AXES[axis])
+    family.step(models[1]).backward()
+    wanted, found = ({n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in models)
+    assert_close(found, wanted, where=(kind, ac))
+    assert not counters["graph_break"], counters["graph_break"]
 
 
 class _Block(nn.Module):

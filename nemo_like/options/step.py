@@ -175,7 +175,8 @@ class StepSpec:
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
     float32 of its first tensor that has a gradient, shifted by one token."""
     ema: bool = flagged(False, "plan fit", "training", kind=bool)
-    """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
+    """The loop keeps an average of the parameters, sharded as they are: a dict of detached clones
+    (`torch.optim.swa_utils.AveragedModel` fails on ranks)."""
     in_backward: bool = flagged(False, "plan fit", "training", name="optimizer_in_backward", kind=bool)
     """Each parameter is stepped in backward, as soon as its gradient is there, and the gradient is freed
     (`nemo_like.optimizer_in_backward`; torchtune's ``optimizer_in_bwd``, PyTorch's tutorial "How to save memory by fusing

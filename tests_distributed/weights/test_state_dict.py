@@ -23,7 +23,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_optimizer_state,
 )
 from tests.checks import assert_bitwise, same
-from tests.models.decoders import build
+from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -137,6 +137,26 @@ def test_a_missing_name_is_an_error_on_every_rank_and_changes_nothing(rank: int,
     with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors: layers\.2\.up\.bias"):
         set_model_state(model, state)
     assert_bitwise(get_model_state(model), before)
+
+
+@on_ranks(2)
+def test_whole_state_of_another_is_refused_where_this_rank_has_shards(rank: int, world_size: int) -> None:
+    original = build("llama")
+    model = parallelize(build("llama"), ac="full", device="cpu")
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (original, model)]
+    for each, optimizer in zip((original, model), optimizers):
+        loss_of(each, batch()).backward()
+        optimizer.step()
+    before = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"whole 'model\.embed_tokens\.weight', .*set_model_state\(model, state\)"):
+        model.load_state_dict(original.state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(RuntimeError, match=r"AdamW a whole 'exp_avg' of .*set_optimizer_state\(model, optimizer, "):
+        optimizers[1].step()
+    assert_bitwise(model.state_dict(), before)
+    model.load_state_dict(before)
+    set_optimizer_state(model, optimizers[1], get_optimizer_state(original, optimizers[0], full=True), full=True)
+    optimizers[1].step()
 
 
 def _save(rank: int, world_size: int, folder: str, ac: str) -> None:

@@ -87,7 +87,8 @@ def apply_tensor_parallel(
         # Some models bring a plan for their head alone: with it every rank computes every layer, whatever ``tp`` is.
         warn_once(
             f"The tensor-parallel plan that {type(model).__name__} brings cuts {', '.join(rule.fqn for rule in rules)} and "
-            "nothing in its layers, which every rank then computes whole. Give a plan= (tp_plan=) that names their linears."
+            "nothing in its layers, which every rank then computes whole. Give a TensorParallel(plan=) that names their "
+            "linears."
         )
     places = sequence_places(model, rules, layers) if sequence_parallel else None
     if loss_parallel:
@@ -371,7 +372,11 @@ def _whole_of(
         )
     part = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
     whole = (part if cast is None else cast(part)).redistribute(placements=[Replicate()])
-    return whole if keep else whole.to_local()
+    if keep:
+        return whole
+    local = whole.to_local()
+    # Dynamo takes its view of a collective's result for one that was changed in place, in transformers' experts.
+    return local.clone() if torch.compiler.is_compiling() else local
 
 
 def _on_first_tensor(change: Any) -> Any:

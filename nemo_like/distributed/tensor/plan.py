@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -78,7 +79,7 @@ def resolve_plan(
     if not wanted:
         raise ValueError(
             f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
-            "one: tp_plan={'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}."
+            f"one: tp=TensorParallel({tp_size}, plan={{'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}})."
         )
     rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, is_default)]
     if not rules:
@@ -321,7 +322,8 @@ class _WithTensors:
         if name in self.tensors:
             return self.tensors[name]
         method = getattr(type(self.module), name, None)
-        return MethodType(method, self) if isinstance(method, FunctionType) else getattr(self.module, name)
+        # Not a bound method, which Dynamo cannot make.
+        return partial(method, self) if isinstance(method, FunctionType) else getattr(self.module, name)
 
 
 class SummedGradients(ParallelStyle):

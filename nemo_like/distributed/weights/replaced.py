@@ -74,8 +74,9 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
             name = next(n for n, p in module.named_parameters() if p.requires_grad and any(p is one for one in frozen))
             raise RuntimeError(
                 f"{bare_name(name)} was frozen when parallelize() was called, and requires a gradient now, which would not "
-                "be averaged over ranks. Freeze it after parallelize() instead, or use strategy='fsdp2' "
-                "(FSDP2(frozen_sharding='per_layer') for a frozen encoder), which shards it."
+                "be averaged over ranks. Use strategy='fsdp2' (FSDP2(frozen_sharding='per_layer') for a frozen encoder), "
+                "or let it train when parallelize() is called and freeze it then, with "
+                "strategy=DDP(find_unused_parameters=True)."
             )
 
     if frozen:
@@ -109,6 +110,31 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: o
             f"replaced, {names[0]!r} for one: it would train nothing. Build the optimizer after them, and not in or after a "
             "step that was interrupted, of the parameters that the model has then."
         )
+
+
+# The `state` of each optimizer as the last step found it: `load_state_dict` puts another in its place.
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+@functools.cache  # once for all optimizers
+def refuse_whole_moments() -> None:
+    """Have the step of an optimizer raise that was given the state of whole parameters where it has shards."""
+    register_optimizer_step_pre_hook(_refuse_whole)
+
+
+def _refuse_whole(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    if _looked_at.get(optimizer) is optimizer.state:
+        return
+    entries = ((p, *item) for p, entry in optimizer.state.items() if isinstance(p, DTensor) for item in entry.items())
+    for parameter, name, value in entries:
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+        if whole and parameter.to_local().shape != value.shape:
+            raise RuntimeError(
+                f"load_state_dict gave this {type(optimizer).__name__} a whole {name!r} of {tuple(value.shape)}, and this "
+                "rank holds a shard of the parameter. Call nemo_like.distributed.set_optimizer_state(model, optimizer, "
+                "state, full=True) on every rank, with the state that get_optimizer_state(..., full=True) gave."
+            )
+    _looked_at[optimizer] = optimizer.state
 
 
 # One model on all ranks: compare a checksum of every tensor, and send the first rank's where they differ.

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import wire_device
+from nemo_like.distributed.weights.replaced import refuse_whole_moments
 from nemo_like.distributed.weights.sources import StateDictSource, check_names
 from nemo_like.distributed.weights.tensor_locations import (
     STAGES_MARK,
@@ -288,9 +289,25 @@ def refuse_to_save_shards(model: nn.Module) -> None:
 
     It would write this rank's shards, and fails in that with an error of Python's about storages. It is not made to
     gather them, since mostly it is called on rank 0 alone, where a collective would wait for ever.
+
+    `load_state_dict` raises for whole weights, and the step of an optimizer for whole state.
     """
-    if callable(getattr(model, "save_pretrained", None)) and any(isinstance(p, DTensor) for p in model.parameters()):
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return
+    model.register_load_state_dict_pre_hook(_refuse_whole_weights)
+    refuse_whole_moments()
+    if callable(getattr(model, "save_pretrained", None)):
         model.save_pretrained = functools.partial(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def _refuse_whole_weights(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        given = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            raise RuntimeError(
+                f"load_state_dict was given the whole {prefix + name!r}, and this rank holds a shard of it. Whole weights "
+                "are loaded, on every rank, by nemo_like.distributed.set_model_state(model, state)."
+            )
 
 
 def _save_pretrained(model: nn.Module, *args: object, **kwargs: object) -> Any:
