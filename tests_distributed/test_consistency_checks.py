@@ -64,6 +64,8 @@ def _other_model(rank: int, world_size: int, how: str) -> str:
         model.head.to(torch.bfloat16)
     if rank == 1 and how == "frozen":
         model.embed.requires_grad_(False)
+    if rank == 1 and how == "buffer":
+        model.register_buffer("mean", torch.zeros(2))
     if rank == 1 and how == "meta":
         model.to("meta")
     with pytest.raises(ValueError) as raised:
@@ -77,6 +79,7 @@ def _other_model(rank: int, world_size: int, how: str) -> str:
     [
         ("layers", "layers.3.norm.weight is absent on rank 0 and float32 (16,) on rank 1"),
         ("dtype", "head.weight is float32 (64, 16) on rank 0 and bfloat16 (64, 16) on rank 1"),
+        ("buffer", "mean is absent on rank 0 and float32 (2,) on rank 1"),
         ("frozen", "embed.weight is float32 (64, 16) on rank 0 and float32 (64, 16), frozen on rank 1"),
         ("meta", "embed.weight is float32 (64, 16) on rank 0 and float32 (64, 16), on the meta device on rank 1"),
     ],

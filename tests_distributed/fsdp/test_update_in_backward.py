@@ -12,6 +12,8 @@ from torch import nn
 
 from nemo_like import FSDP2, DryRun, Job, OptimizerInBackward, StepSpec, dry_run, optimizer_in_backward, parallelize
 from nemo_like.fake_rank import SAME
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, Decoder, llama
 from tests_distributed.spawn import on_ranks
 
@@ -171,6 +173,19 @@ def test_gradients_are_freed_one_by_one() -> None:
     assert within.parts["gradients"] == within.parts["optimizer"] - 2 * LAYERS * size == size
     with pytest.raises(ValueError, match="in_backward is True with microbatches=2"):
         StepSpec(microbatches=2, in_backward=True)
+
+
+def test_a_compiled_layer_has_the_temporaries_of_an_update_too() -> None:
+    with torch.device("meta"):
+        model = _Wide()
+    size, parts = 4 * WIDTH * WIDTH, []
+    for compile in (None, "aot_eager"):
+        job = Job.of("single", ac="none", compile=compile, gpu="h100-80gb", layers="layers.*",
+                     step=StepSpec(optimizer="adamw-foreach", in_backward=True))  # fmt: skip
+        query = PlanQuery.from_model(model, torch.zeros(1, WIDTH, device="meta"), job)
+        parts.append(peak_of(query, query.uniform("none")))
+    # A layer has one weight: its gradient and the temporary of its update, beside the gradients of input and output.
+    assert [part.parts["running layer"] for part in parts] == [2 * size + 2 * 4 * WIDTH] * 2
 
 
 @pytest.mark.parametrize(
