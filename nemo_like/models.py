@@ -146,6 +146,14 @@ def most_positions(config: object) -> int | None:
     return int(max(positions, *scaled))
 
 
+def class_taken(model: nn.Module) -> str:
+    """Return words for a class of transformers in the place of one that the config names; else none."""
+    named = getattr(getattr(model, "config", None), "auto_map", None)
+    if not named or not type(model).__module__.startswith("transformers."):
+        return ""
+    return f", as transformers' {type(model).__name__} without the code of its auto_map,"
+
+
 def check_positions(config: object, option: str, tokens: int, predicted: str = "") -> None:
     """Raise ValueError where sequences of `tokens` tokens, as `option` requires, are longer than a model of `config` takes.
 

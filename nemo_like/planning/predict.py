@@ -15,7 +15,7 @@ from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.flags import BATCH_SIZE, EVERY_AC, FLAGS, PRECISION, SEQ_LEN, check_keywords
 from nemo_like.job import KEYWORDS, AllKeywords, Job
-from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
+from nemo_like.models import check_positions, class_taken, most_positions, resolve_model, text_batch
 from nemo_like.options import parse_dtype
 from nemo_like.planning.account import dtype_of
 from nemo_like.planning.devices import device_of, step_limit
@@ -249,12 +249,7 @@ def about(query: PlanQuery, step: Step, name: str) -> str:
     layers = ", ".join(map(str, query.counts))
     stages = f" in {len(query.stages)} stages of {layers} layers ({query.pp.schedule})" if query.is_pipeline else ""
     times = f"{micro} micro-batches of " if micro > 1 else ""
-    model = step.model
-    remote = getattr(getattr(model, "config", None), "auto_map", None) and type(model).__module__.startswith(
-        "transformers."
-    )
-    code = f", as transformers' {type(model).__name__} without the code of its auto_map," if remote else ""
     return (
-        f"{name} ({parameters_word(count)} parameters){code}{stages} on {job.ranks} x {query.device.name}, "
-        f"{job.step.optimizer}, {times}{step.input[1]} per rank; rates of {query.device.rates}."
+        f"{name} ({parameters_word(count)} parameters){class_taken(step.model)}{stages} on {job.ranks} x "
+        f"{query.device.name}, {job.step.optimizer}, {times}{step.input[1]} per rank; rates of {query.device.rates}."
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import predict
+from nemo_like import fit, predict
 from nemo_like._util.log import forget_announcements
 from nemo_like.models import PRESETS, read_config, resolve_model
 
@@ -90,4 +90,6 @@ def test_code_of_a_models_own_is_named_with_the_way_out(tmp_path: Path, caplog: 
     assert caplog.text.count("has auto_map") == 1 and "--model module:function" in caplog.text
     report = predict(str(path), seq_len=32, budgets=["50%"])
     assert "as transformers' LlamaForCausalLM without the code of its auto_map" in report.about
+    found = fit(str(path), gpus=1, seq_len=32, gpu="cpu", ac="none", micro_batch=1, loss="model")
+    assert "as transformers' LlamaForCausalLM without the code of its auto_map" in found.about()
     assert "auto_map" not in predict("llama-tiny", seq_len=32, budgets=["50%"]).about

@@ -18,7 +18,7 @@ from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.flags import CONFIGURATIONS, SEQ_LEN, check_keywords
 from nemo_like.job import KEYWORDS, FixedKeywords, Job, Strategy
 from nemo_like.layers import find_layers
-from nemo_like.models import check_positions, resolve_model, text_batch
+from nemo_like.models import check_positions, class_taken, resolve_model, text_batch
 from nemo_like.options import (
     CheckpointConfig,
     ChunkedLoss,
@@ -207,6 +207,7 @@ def _searched(
         },
         off=found.off,
         lora=lora,
+        class_taken=class_taken(built),
         interrupted=found.interrupted,
         stored=dtype_of(built),
     )

@@ -421,6 +421,8 @@ class FitReport:
     off: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     lora: int | None = None
+    class_taken: str = ""
+    """Words for the class of the model, where its config names another."""
     """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
     stored: torch.dtype = torch.float32
     """Dtype of the parameters."""
@@ -492,7 +494,7 @@ class FitReport:
         optimizer = f", {names.pop()}" if len(names) == 1 else ""
         lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is frozen,"
         return (
-            f"{self.model} ({parameters_word(self.parameters)} parameters){lora} on {question.gpus} x "
+            f"{self.model} ({parameters_word(self.parameters)} parameters){self.class_taken}{lora} on {question.gpus} x "
             f"{question.device.name}, sequences of {question.seq_len} tokens{batch}{optimizer}; rates of "
             f"{question.device.rates}."
         )
