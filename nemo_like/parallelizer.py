@@ -60,7 +60,7 @@ from nemo_like.distributed.weights.replaced import (
     start_from_the_same_weights,
     watch_replaced,
 )
-from nemo_like.distributed.weights.state_dict import refuse_to_save_shards
+from nemo_like.distributed.weights.state_dict import guard_shards
 from nemo_like.job import Job, JobKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import is_list_of_experts
@@ -446,7 +446,7 @@ def _shard(
         shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
         chain_prefetch(model, plan, job.fsdp, [each.module for each in experts])
         guard_units(model, [(each.module, each.fqn) for each in experts], mesh_groups(expert_mesh.fsdp))
-    refuse_to_save_shards(model)
+    guard_shards(model)
     if job.precision.matmuls == "fp8-gather":
         scale_before_forward(model)
 
@@ -525,7 +525,7 @@ def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, 
     if job.compile is not None:
         compile_layers(model, job.compile)
     setattr(model, _MARK, True)
-    refuse_to_save_shards(model)
+    guard_shards(model)
     return model
 
 

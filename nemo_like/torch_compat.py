@@ -563,7 +563,8 @@ def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn
     embedding whose vocabulary is split: it would never train. So the wait is an operator in front of the graph.
 
     recomputes: the modules of a graph with regions that are recomputed. These would read the values that a module has
-    written into its own tensors in between, without a word from torch: refused.
+    written into its own tensors in between, without a word from torch: a write is refused, also one that no region reads
+    (a counter), since the call does not tell the two apart.
     """
     module.compile(backend=backend)
     graph: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
@@ -577,8 +578,8 @@ def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn
             if written := [name for name, tensor, version in before if tensor._version != version]:
                 raise RuntimeError(
                     f"The forward of {type(module).__name__} writes into its own {written[0]!r}, and torch.compile "
-                    "recomputes from the values after the write: gradients would be wrong. Use ac='full', which "
-                    "recomputes from outside of the compiled layer, or compile=False."
+                    "recomputes from the values after the write: where it reads them, gradients are wrong. Use ac='full', "
+                    "which recomputes from outside of the compiled layer, or compile=False."
                 )
             return output
         except AssertionError as error:

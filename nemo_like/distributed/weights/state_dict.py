@@ -284,13 +284,13 @@ def _refuse_part(model: nn.Module, way_out: str) -> None:
         raise ValueError(f"full=True, and this module has the stages of one rank of a pipeline alone: {way_out}.")
 
 
-def refuse_to_save_shards(model: nn.Module) -> None:
-    """Let `save_pretrained` of a `model` with sharded parameters raise, before it writes, without weights.
+def guard_shards(model: nn.Module) -> None:
+    """Where `model` has shards, refuse to save them as a model, or to load whole tensors into them.
 
-    It would write this rank's shards, and fails in that with an error of Python's about storages. It is not made to
-    gather them, since mostly it is called on rank 0 alone, where a collective would wait for ever.
-
-    `load_state_dict` raises for whole weights, and the step of an optimizer for whole state.
+    `save_pretrained` raises without weights, before it writes. It would write this rank's shards, and fails in that with
+    an error of Python's about storages. It is not made to gather them, since mostly it is called on rank 0 alone, where
+    a collective would wait for ever. `load_state_dict` raises for whole weights, and the step of an optimizer for whole
+    state.
     """
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return

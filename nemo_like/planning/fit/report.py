@@ -421,9 +421,9 @@ class FitReport:
     off: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     lora: int | None = None
+    """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
     class_taken: str = ""
     """Words for the class of the model, where its config names another."""
-    """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
     stored: torch.dtype = torch.float32
     """Dtype of the parameters."""
     interrupted: bool = False
