@@ -285,7 +285,7 @@ def _refuse_part(model: nn.Module, way_out: str) -> None:
 
 
 def guard_shards(model: nn.Module) -> None:
-    """Where `model` has shards, refuse to save them as a model, or to load whole tensors into them.
+    """Refuse to save the shards of `model` as a model, or to load whole tensors into them.
 
     `save_pretrained` raises without weights, before it writes. It would write this rank's shards, and fails in that with
     an error of Python's about storages. It is not made to gather them, since mostly it is called on rank 0 alone, where
