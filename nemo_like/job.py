@@ -397,10 +397,6 @@ def _is_plan(value: object) -> bool:
     return isinstance(value, Plan)
 
 
-def _read_ac(ac: object) -> CheckpointConfig | MemoryBudget | Plan:
-    return ac if _is_plan(ac) else parse_ac(ac)  # type: ignore[return-value]
-
-
 def _read_names(names: Any) -> Any:
     """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. Others are refused later."""
     return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
@@ -425,7 +421,7 @@ def _read_device(device: Any) -> torch.device | None:
 # it is, and so does a `Plan`.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "strategy": parse_strategy,
-    "ac": _read_ac,
+    "ac": lambda ac: ac if _is_plan(ac) else parse_ac(ac),
     "ac_scope": _read_names,
     "layers": _read_layers,
     "tp": TensorParallel.of,

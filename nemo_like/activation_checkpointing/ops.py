@@ -159,6 +159,7 @@ _ROWS: dict[str, OpFacts] = {
     "aten.mm.default": OpFacts(saved=True, alternates=True),
     "aten.linear.default": OpFacts(saved=True, alternates=True, flops=linear),
     "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=grouped_mm),
+    "aten.addmm_.default": OpFacts(flops=added_product),
     "aten.addmm.dtype_out": OpFacts(flops=added_product),
     "aten._scaled_mm.default": OpFacts(saved=True),
     "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=matrix_product),
@@ -350,8 +351,12 @@ def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def moved_bytes(op: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Bytes read and written by a kernel that touches each input and output once; 0 for an allocation or a view."""
-    return 0 if facts(op).free else sum(_touched(t) for t in (*inputs, *outputs))
+    """Bytes read and written by a kernel that touches each input and output once; 0 for an allocation, a view, and an
+    operator in place other than a matrix product."""
+    row = facts(op)
+    # A result that is given (``out=``) is the last input, and is not read.
+    read = inputs[: -len(outputs)] if row.flops and str(op).endswith("out") else inputs
+    return 0 if row.free and row.flops is None else sum(_touched(t) for t in (*read, *outputs))
 
 
 def _touched(tensor: torch.Tensor) -> int:

@@ -161,7 +161,8 @@ class PackedCalls:
                 flat
                 and mask.shape == documents.shape
                 and not self._announced
-                and _restarts_in_sight(documents, mask != 0)
+                # A document begins at a token that the mask shows, together with the one before.
+                and ((documents.diff() != 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any()
             ):
                 self._announced = True
                 warn_once(
@@ -238,11 +239,6 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
     missing = [name for name in ("attention_mask", "position_ids") if name not in names]
     return f"it takes no {' and no '.join(missing)}" if missing else None
 
-
-def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
-    """Return whether a document of `numbers` begins at a token that a mask shows, (B, S), together with the one
-    before."""
-    return bool(((numbers.diff() != 0) & shown[:, 1:] & shown[:, :-1]).any())
 
 
 def _language(model: nn.Module) -> nn.Module:

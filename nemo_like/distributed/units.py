@@ -44,7 +44,7 @@ class UnitPlan:
     embedding: Unit | None  # The input embedding of a model whose head is the tail, and has a weight of its own.
     root: Unit
     by_dtype: list[Unit]
-    # Whole on every rank: parameters that are not floating point, frozen scalars, those that the caller left out.
+    # Whole on every rank: parameters without elements or not floating point, frozen scalars, those that the caller left out.
     replicated: list[nn.Parameter]
     # Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters.
     theirs: list[nn.Module]
@@ -229,9 +229,10 @@ def _shardable(model: nn.Module, param: nn.Parameter) -> bool:
         name = next(name for name, p in model.named_parameters() if p is param)
         raise ValueError(
             f"Parameter {name!r} is a trainable scalar, which FSDP cannot shard: "
-            "make it one-dimensional with one element."
+            "make it one-dimensional with one element, or use strategy='ddp', which has it whole on every rank."
         )
-    return param.ndim > 0 and (param.is_floating_point() or param.is_complex())
+    # One without elements (no register tokens) has nothing to reduce, and FSDP2 dies of it.
+    return param.ndim > 0 and param.numel() > 0 and (param.is_floating_point() or param.is_complex())
 
 
 def _tail(
@@ -290,7 +291,11 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
         return None
     # PEFT's wrapper of rows that train reads the weight in a forward of its own.
     plain = re.sub(r"(\.token_adapter\.base_layer|\.original_module)$", "", names[alike[0]])
-    return next(module for module, name in names.items() if name == plain)
+    found = next(module for module, name in names.items() if name == plain)
+    # A gradient takes the weight, or a norm inside, where the code does more than look rows up; then it is the root's.
+    known = type(alike[0]).forward.__module__.partition(".")[0] in ("torch", "transformers", "peft")
+    holders = (module for module in every_module(found) if module._parameters)
+    return found if known and all(isinstance(m, nn.Embedding | nn.ParameterDict) for m in holders) else None
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:

@@ -57,6 +57,7 @@ _PASSED = (
     *("torch/utils/_device.py", "accelerate/utils/operations.py", "torch/autograd/function.py", "functools.py"),
 )
 _PASSED_BY_PYTHON = ("runpy", "contextlib.py", "threading.py")  # Files of Python's own that do.
+_OF_PYTHON = re.compile(r"\.pyx?$|^<")
 # Operators that others call for their result.
 _ALLOCATES = {
     *("empty_memory_format", "empty_strided", "empty_like", "empty", "resize_"),
@@ -69,11 +70,6 @@ def in_package(filename: str) -> str:
     """Return a path from the folder of packages on, such as ``torch/nn/modules/module.py``; another one as it is."""
     inside = _PACKAGE.match(filename.replace("\\", "/"))
     return inside[1] if inside else filename.replace("\\", "/")
-
-
-@functools.cache
-def _is_python(filename: str) -> bool:
-    return filename.endswith((".py", ".pyx")) or filename.startswith("<")
 
 
 def text_of(frame: Any, key: str) -> str:
@@ -90,7 +86,7 @@ def line_of(frame: Any) -> int:
 
 def python_frames(frames: Frames) -> list[Mapping[str, Any]]:
     """Return the frames of Python, the innermost first."""
-    return [frame for frame in frames if _is_python(text_of(frame, "filename"))]
+    return [frame for frame in frames if _OF_PYTHON.search(text_of(frame, "filename"))]
 
 
 def signature(frames: Frames) -> tuple[tuple[str, int], ...]:

@@ -74,16 +74,12 @@ class CudaOps(TorchFunctionMode):
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any]:
     """A function of `torch.nn.functional` that no longer tests whether it is overridden: that was tested already."""
-    never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
     copied = types.FunctionType(
         func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
     )
     copied.__kwdefaults__ = func.__kwdefaults__
     return copied
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 # --- Operators that are another kernel on CUDA ------------------------------------------------------------------------

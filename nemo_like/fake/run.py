@@ -116,7 +116,11 @@ class FakeRun(TorchDispatchMode):
                 return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
-        if inputs and all(_small(t) for t in inputs) and (_shaped_by_values(func) or not _returns_tensor(func)):
+        if (
+            inputs
+            and all(_small(t) for t in inputs)
+            and (_shaped_by_values(func) or not any("Tensor" in str(out.type) for out in func._schema.returns))
+        ):
             return func(*args, **kwargs)  # a question about values, and the values are there
         if ops.facts(func).free and inputs and not written and not _allocates(func):
             return func(*args, **kwargs)  # a view shares an existing storage
@@ -287,10 +291,6 @@ _CONSTANTS = frozenset(
 def _shaped_by_values(func: Any) -> bool:
     """Return whether values decide how large the result is: `nonzero`, `unique`, `bincount`."""
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _returns_tensor(func: Any) -> bool:
-    return any("Tensor" in str(out.type) for out in func._schema.returns)
 
 
 def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -10,6 +10,9 @@ from nemo_like._util.module_tree import bare, bare_children
 
 GROUPS = ("language", "vision", "audio", "other")
 
+# "Qwen3VLVisionBlock" is "Qwen3VL Vision Block".
+_WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
 # Words of names and of class names between the root and the layer.
 _WORDS = {
     "vision": re.compile(r"vision|visual|image|\bimg\b|video|pixel|\bvit\b|vqvae|vqmodel", re.IGNORECASE),
@@ -70,7 +73,7 @@ def _nearest_verdict(path: list[tuple[str, nn.Module]]) -> str | None:
             _by_words(name.replace("_", " "))
             or ("language" if _embeds_tokens(inner) else None)
             or _by_declaration(inner)
-            or _by_words(_spaced(type(inner).__name__))
+            or _by_words(_WORD_ENDS.sub(" ", type(inner).__name__))
         )
         if verdict:
             return verdict
@@ -143,6 +146,3 @@ def _by_words(text: str) -> str | None:
     return hits[0] if len(hits) == 1 else None
 
 
-def _spaced(class_name: str) -> str:
-    """``"Qwen3VLVisionBlock"`` as ``"Qwen3VL Vision Block"``: word boundaries that the patterns can see."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", class_name)

@@ -180,10 +180,6 @@ def _yaml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _json(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    return json.dumps(nested(tables), indent=2) + "\n"
-
-
 def nested(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return one tree of tables whose names are dotted.
 
@@ -204,5 +200,5 @@ _WRITTEN = {
     ".toml": (torchtitan.TABLE, _toml),
     ".yaml": (accelerate.TABLE, _yaml),
     ".yml": (accelerate.TABLE, _yaml),
-    ".json": (trainer.TABLE, _json),
+    ".json": (trainer.TABLE, lambda tables: json.dumps(nested(tables), indent=2) + "\n"),
 }

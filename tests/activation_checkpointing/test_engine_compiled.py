@@ -105,8 +105,7 @@ def four_matmuls(x: Tensor, y: Tensor) -> Tensor:
 
 
 def in_a_row(x: Tensor, y: Tensor) -> Tensor:
-    z = again(one_matmul)(torch.sin(x), y)
-    return again(one_matmul)(torch.sin(z), y)
+    return again(one_matmul)(torch.sin(again(one_matmul)(torch.sin(x), y)), y)
 
 
 def with_a_keyword(x: Tensor, y: Tensor, z: Tensor) -> Tensor:

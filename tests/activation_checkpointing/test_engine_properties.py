@@ -91,8 +91,7 @@ class RandomBlock(nn.Module):
         return torch.cat([b, a], 1)
 
     def gather(self, own, x, previous, first):
-        order = x.detach().sum(-1).argsort(stable=True)
-        return own(x[order])
+        return own(x[x.detach().sum(-1).argsort(stable=True)])
 
     def moe(self, own, x, previous, first):
         weights, chosen = torch.topk(own(x)[:, :3].softmax(-1), 2, dim=-1)

@@ -24,8 +24,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.relu(self.up(x))
-        out = self.down(inner)
-        return x + out
+        return x + self.down(inner)
 
 
 class Plain(nn.Module):

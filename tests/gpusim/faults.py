@@ -104,8 +104,7 @@ def _kept_and_changed(offload: bool) -> Results:
 
 
 def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    product = x[0:40] * x[24:64]
-    return torch.cat([product, x[20:44] * scale])
+    return torch.cat([(x[0:40] * x[24:64]), x[20:44] * scale])
 
 
 @scenario("slices")

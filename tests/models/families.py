@@ -241,8 +241,7 @@ def hf(model_class: str, config_class: str, **values: Any) -> Callable[[], nn.Mo
     def make() -> nn.Module:
         import transformers
 
-        config = getattr(transformers, config_class)(**values)
-        return getattr(transformers, model_class)(config)
+        return getattr(transformers, model_class)(getattr(transformers, config_class)(**values))
 
     return make
 

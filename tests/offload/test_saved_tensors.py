@@ -22,8 +22,7 @@ WIDTH = 16
 def _use(view: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Something whose gradient reads `view`, of x's shape."""
     product = view * view.cos()
-    real = product.real if product.is_complex() else product
-    return x + scale * real.sum().tanh()
+    return x + scale * (product.real if product.is_complex() else product).sum().tanh()
 
 
 VIEWS = {

@@ -115,8 +115,7 @@ def test_a_config_is_off_by_default_and_the_same_as_a_dict() -> None:
         enabled=True, strategy="Selective", include_patterns=["layers.*"], ops_to_save=["aten.mm"], profile_num_runs=5
     )
     assert config.mode == "selective" and config.include_patterns == ("layers.*",)
-    values = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert CheckpointConfig.from_dict(values) == config
+    assert CheckpointConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """No part of a planned step is faster than the device: its FLOPs at the peak rate, its bytes at the peak bandwidth.
 
 The judge is the data sheet (`devices.json`'s peaks, not the shares of them that kernels reach) and FLOPs and bytes that
-this file counts from the config: 2 for each parameter and token in forward, twice that in backward, half of a square for
-attention.
+this file counts from the config: 2 for each parameter and token in forward, twice that in backward (once for a frozen one),
+half of a square for attention.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from nemo_like import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model, text_batch
 from nemo_like.options import (
+    CONTEXT_METHODS,
     FSDP2,
     ChunkedLoss,
     ContextParallel,
@@ -31,6 +33,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.planning.device_table import device_table, known_devices
+from nemo_like.planning.model.traced import with_adapters
 from nemo_like.planning.predictions.seconds import Links, fsdp_rows, step_seconds
 from nemo_like.planning.query import PlanQuery
 
@@ -53,15 +56,21 @@ class Asked:
     tokens: int
     ac: str
     job: Job
+    lora: int | None  # Rank of adapters, beside which all is frozen.
 
 
 @functools.lru_cache(maxsize=4)
-def _model(name: str) -> nn.Module:
-    return resolve_model(name).build("meta")
+def _built(name: str, lora: int | None, frozen: torch.dtype | None) -> nn.Module:
+    model = resolve_model(name).build("meta")
+    return model if lora is None else with_adapters(model, lora, frozen)
+
+
+def _model(asked: Asked) -> nn.Module:
+    return _built(asked.model, asked.lora, None if asked.lora is None else asked.job.param_dtype)
 
 
 def _query(asked: Asked) -> PlanQuery:
-    return PlanQuery.from_model(_model(asked.model), text_batch(asked.rows, asked.tokens), asked.job)
+    return PlanQuery.from_model(_model(asked), text_batch(asked.rows, asked.tokens), asked.job)
 
 
 def _drawn(draw: random.Random, models: Sequence[str], compilers: Sequence[str | None]) -> Asked:
@@ -72,21 +81,26 @@ def _drawn(draw: random.Random, models: Sequence[str], compilers: Sequence[str |
     if name in MIXTURES:
         optional["ep"] = ExpertParallel(pick([1, 2]))
     if tp > 1:
-        optional["tp"] = TensorParallel(tp, sequence_parallel=pick([True, False]))
+        optional["tp"] = TensorParallel(tp, sequence_parallel=pick([True, False]), loss_parallel=pick([True, False]))
+    chunked = ChunkedLoss(
+        chunk_tokens=pick([None, 100, 256, 1024]), z_loss=pick([0.0, 1e-4]), grads_in_float32=pick([True, False])
+    )
     job = Job.of(
         world_size=tp * cp * pp * shards,
-        cp=ContextParallel(cp),
+        cp=ContextParallel(cp, pick(CONTEXT_METHODS)),
         gpu=pick(known_devices()),
         precision=pick([None, "bf16", "bf16", "fp8"]),
         strategy=FSDP2(cpu_offload=pp == 1 and draw.random() < 0.1),
-        loss=pick([None, "chunked", ChunkedLoss(chunk_tokens=pick([100, 256, 1024]))]),
+        loss=pick([None, chunked, chunked]),
         compile=pick(compilers),
         offload=pick(["none", "boundary"]) if ac == "full" and pp == 1 else "none",
         ac=ac,
         step=StepSpec(1 if pp > 1 else pick([1, 3]), keeps_output=False, optimizer=pick(list(TRAFFIC))),
         **optional,
     )
-    return Asked(name, pick([1, 2]), pick([512, 1000, 4096]), ac, job)
+    # peft adds no adapters that are planned to fused experts.
+    lora = None if name in (*MIXTURES, "gpt-oss-20b") else pick([None, None, 8, 64])
+    return Asked(name, pick([1, 2]), pick([512, 1000, 4096]), ac, job, lora)
 
 
 def _planned(seed: int, models: Sequence[str], compilers: Sequence[str | None]) -> tuple[Asked, PlanQuery]:
@@ -103,7 +117,7 @@ def _planned(seed: int, models: Sequence[str], compilers: Sequence[str | None]) 
 
 def least(asked: Asked) -> dict[str, float]:
     """Return the least seconds of each part of a step on one rank, of a pipeline in its mean over the ranks."""
-    model, job, sheet = _model(asked.model), asked.job, device_table()[str(asked.job.gpu)]
+    model, job, sheet = _model(asked), asked.job, device_table()[str(asked.job.gpu)]
     config, half = model.config, job.precision.dtypes["param_dtype"] is not None
     rates = [
         sheet["bf16_tflops" if half else "fp32_tflops"],
@@ -114,25 +128,33 @@ def least(asked: Asked) -> dict[str, float]:
     tokens, split = asked.rows * asked.tokens / job.cp.size * micro, job.tp.size * job.pp.size
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     share = config.num_experts_per_tok / experts if experts else 1.0
-    used = last = stored = 0.0
-    for layer in find_layers(model):
+    used = last = stored = back = read = 0.0
+    for number, layer in enumerate(find_layers(model)):
         for name, weight in layer.module.named_parameters():
             if weight.dim() >= 2 and not name.endswith("bias"):
-                fused = weight.dim() == 3
-                stored += weight.numel() / (job.ep.size if fused else 1) * width
-                used += weight.numel() * (share if fused else 1.0)
-                last += weight.numel() * (share if fused else 1.0) if "down_proj" in name else 0.0
+                # Products of backward: the weight's gradient, and the input's, which no one needs below the first adapters.
+                below = asked.lora and number == 0 and re.search(r"[qkv]_proj\.(base_layer|lora_A)", name)
+                again = weight.requires_grad + (not below)
+                held, per_token = weight.numel() * width, weight.numel()
+                if weight.dim() == 3:  # fused experts
+                    held, per_token = held / job.ep.size, per_token * share
+                stored += held
+                read += held * again
+                used += per_token
+                back += per_token * again
+                last += per_token if "down_proj" in name else 0.0
     width_of_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     seen = min(asked.tokens, getattr(config, "sliding_window", None) or asked.tokens) / 2
     attention = 4 * config.num_attention_heads * width_of_head * seen * config.num_hidden_layers
-    head = config.vocab_size * config.hidden_size
-    forward = max(tokens * (2 * used + attention) / rate, micro * stored / bandwidth) / split
+    head, products = config.vocab_size * config.hidden_size, 3 if asked.lora is None else 2
+    # Each product of each whole chunk reads the head's weight, or writes its gradient.
+    chunks = max(1, asked.rows * asked.tokens // job.cp.size // (getattr(job.loss, "chunk_tokens", None) or 10**9))
     return {
-        "forward": forward,
-        "backward": 2 * forward,
+        "forward": max(tokens * (2 * used + attention) / rate, micro * stored / bandwidth) / split,
+        "backward": max(tokens * 2 * (back + attention) / rate, micro * read / bandwidth) / split,
         # Recomputation ends before the last matmul, whose output nothing in the layer needs.
         "replay": tokens * 2 * (used - last) / rate / split if asked.ac == "full" else 0.0,
-        HEAD: max(tokens * 6 * head / rate, micro * 3 * head * width / bandwidth) / split,
+        HEAD: products * max(tokens * 2 * head / rate, micro * chunks * head * width / bandwidth) / split,
     }
 
 
@@ -145,21 +167,16 @@ def assert_not_faster(asked: Asked, query: PlanQuery) -> None:
         return
     for name, bound in bounds.items():
         assert parts.get(name, 0.0) >= bound, (name, asked)
-    job, sheet, size = query.job, device_table()[query.device.name], _parameters(asked.model)
+    job, sheet, weights = query.job, device_table()[query.device.name], list(_model(asked).parameters())
     assert isinstance(job.strategy, FSDP2)
     if not job.strategy.cpu_offload:
-        traffic = size / job.ranks * TRAFFIC[job.step.optimizer]
+        traffic = sum(p.numel() for p in weights if p.requires_grad) / job.ranks * TRAFFIC[job.step.optimizer]
         assert parts["optimizer"] >= traffic / (sheet["memory_gbps"] * 1e9), asked
     if query.stages[0].sharding.on and job.ep.size == 1:
         rows = fsdp_rows(query.stages[0], choices[0], Links.for_job(job, query.device))
         sent = sum(row.amount + row.hidden for row in rows if row.part == "parameter gathers")
-        gathered = size / job.tp.size * (2 if job.precision.dtypes["param_dtype"] else 4) * job.step.microbatches
-        assert sent >= gathered * (1 - 1 / job.shard_ranks) / (sheet["nvlink_gbps"] * 1e9), asked
-
-
-@functools.cache
-def _parameters(name: str) -> int:
-    return sum(weight.numel() for weight in _model(name).parameters())
+        once = sum(p.numel() for p in weights) / job.tp.size * (2 if job.param_dtype else 4)
+        assert sent >= once * job.step.microbatches * (1 - 1 / job.shard_ranks) / (sheet["nvlink_gbps"] * 1e9), asked
 
 
 @pytest.mark.few(3)  # 2 to 5 s each, the trace of a model: one plan of experts is among them

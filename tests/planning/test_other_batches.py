@@ -221,8 +221,7 @@ def _skipping_block(x, weight, mask=None):
     scores = x @ weight
     if mask is not None:
         scores = (scores * mask).sin()
-    best = scores.relu().topk(2, dim=-1).values
-    return (best.tanh() * x.sum(-1, keepdim=True)).sum(-1)
+    return (scores.relu().topk(2, dim=-1).values.tanh() * x.sum(-1, keepdim=True)).sum(-1)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -158,8 +158,7 @@ def test_a_job_read_back_has_the_same_values(tmp_path: Path) -> None:
         optimizer="adamw-fused",
     )
     path = tmp_path / "out.json"
-    left = write_settings(path, job, ac="40GiB", seq_len=64, batch_size=2)
-    assert left == ("world_size = 8",)
+    assert write_settings(path, job, ac="40GiB", seq_len=64, batch_size=2) == ("world_size = 8",)
     assert json.loads(path.read_text()) == {
         "gradient_checkpointing": False,
         "per_device_train_batch_size": 2,

@@ -762,6 +762,103 @@ FAULTS: tuple[Fault, ...] = (
         "self.rows.sort(key=lambda row: -row.per_token)",
         "tests/planning/test_fit.py",
     ),
+    # Around the step: initial values, checkpoints, compile beside tp, ranks that differ.
+    Fault(
+        "distributed/consistency_checks.py",
+        "(*model.named_parameters(), *model.named_buffers())}\n    if not all_have",
+        "(*model.named_parameters(),)}\n    if not all_have",
+        "tests_distributed/test_consistency_checks.py",
+    ),
+    Fault(
+        "planning/trace/compiled_memory.py",
+        "backward += [(temporary, step), (temporary, 0)] if step else []",
+        "backward += []",
+        "tests_distributed/fsdp/test_update_in_backward.py",
+    ),
+    Fault(
+        "torch_compat.py",
+        "return tensor.trigger_wait().detach()",
+        "return tensor.trigger_wait().detach().clone().detach().zero_()",
+        "tests_distributed/test_compiled_ranks.py",
+    ),
+    Fault(
+        "torch_compat.py",
+        "written := [name for name, tensor, version in before if tensor._version != version]",
+        "written := []",
+        "tests/test_compile.py",
+    ),
+    Fault(
+        "torch_compat.py",
+        "outside = torch.inference_mode(False)(torch.no_grad()(own)) if torch.is_inference_mode_enabled() else own",
+        "outside = own",
+        "tests_distributed/fsdp/test_parts_that_differ.py",
+    ),
+    Fault(
+        "torch_compat.py",
+        "isinstance(t, Tensor) and id(t) not in before]",
+        "isinstance(t, Tensor) and id(t) in before]",
+        "tests_distributed/fsdp/test_parts_that_differ.py",
+    ),
+    Fault(
+        "distributed/units.py",
+        'r"(\\.token_adapter\\.base_layer|\\.original_module)$"',
+        'r"(\\.never)$"',
+        "tests_distributed/fsdp/test_modes_on_ranks.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/module_state.py",
+        "if t is not None and not t.requires_grad}",
+        "if t is not None and t.requires_grad}",
+        "tests/activation_checkpointing/test_frozen_layers.py",
+    ),
+    Fault(
+        "distributed/weights/replaced.py",
+        "if whole and parameter.to_local().shape != value.shape:",
+        "if whole and parameter.to_local().shape == value.shape:",
+        "tests_distributed/weights/test_state_dict.py",
+    ),
+    Fault(
+        "distributed/weights/state_dict.py",
+        "and isinstance(given, Tensor) and not isinstance(given, DTensor):",
+        "and isinstance(given, Tensor) and isinstance(given, DTensor):",
+        "tests_distributed/weights/test_state_dict.py",
+    ),
+    Fault(
+        "distributed/tensor/apply.py",
+        "return local.clone() if torch.compiler.is_compiling() else local",
+        "return local",
+        "tests_distributed/test_compiled_ranks.py",
+    ),
+    Fault(
+        "distributed/tensor/plan.py",
+        "return partial(method, self) if isinstance(method, FunctionType)",
+        "return MethodType(method, self) if isinstance(method, FunctionType)",
+        "tests_distributed/test_compiled_ranks.py",
+    ),
+    Fault(
+        "distributed/layer_order.py",
+        "self._waiting += 1",
+        "self._waiting += 0",
+        "tests_distributed/fsdp/test_ranks_run_other_layers.py",
+    ),
+    Fault(
+        "distributed/weights/checkpoints.py",
+        "if dropped := (saved & listed",
+        "if dropped := set() and (saved & listed",
+        "tests_distributed/weights/test_optimizer_state.py",
+    ),
+    Fault(
+        "distributed/tensor/plan.py",
+        "if torch.compiler.is_compiling() and isinstance(forward, MethodType):",
+        "if False and isinstance(forward, MethodType):",
+        "tests_distributed/test_compiled_ranks.py",
+    ),
+    Fault(
+        "distributed/tensor/plan.py",
+        "            style.context_around_forward = lambda *_: nullcontext()\n            _use",
+        "            _use",
+        "tests_distributed/test_compiled_ranks.py",
+    ),
 )
 
 

@@ -17,7 +17,7 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
 from tests.checks import assert_bitwise, gradients_of, whole
-from tests.models.tiny import Decoder, llama, tokens
+from tests.models.tiny import VOCAB, Decoder, llama, tokens
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -142,8 +142,7 @@ def _step_counts(rank: int, world_size: int, how: str, asked: Any) -> tuple[int,
         loss = model(tokens())
     with CountCollectives() as backward:
         loss.backward()
-    reduced = backward.counts["_reduce_scatter_base_"]
-    return forward.gathers, backward.gathers, reduced
+    return forward.gathers, backward.gathers, backward.counts["_reduce_scatter_base_"]
 
 
 @pytest.mark.few(4)
@@ -411,3 +410,29 @@ def test_an_embedding_with_a_weight_of_its_own_is_freed_after_its_forward(
         layer.register_full_backward_hook(lambda *_: seen.append(gathered()))
     model(input_ids=ids, labels=ids).loss.backward()
     assert len(seen) == 6 and all((size > 0) == tied for size in seen)
+
+
+class _Normed(nn.Embedding):
+    """Rows that a norm inside scales (Inkling), or of length one (nGPT): a gradient takes its weights. And an empty one."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__(VOCAB, 16)
+        self.norm = nn.LayerNorm(16) if inside else None
+        self.register_tokens = nn.Parameter(torch.empty(1, 0, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.normalize(self.weight)[ids] if self.norm is None else self.norm(super().forward(ids))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2)
+def test_an_embedding_that_a_gradient_takes_is_there_in_backward(rank: int, world_size: int, inside: bool) -> None:
+    expected: dict[str, Tensor] = {}
+    for sharded in (False, True):
+        model = _decoder()
+        model.embed = _Normed(inside)
+        if sharded:
+            shard_layers(model, list(model.layers), build_mesh())
+        model(tokens()).backward()
+        expected = expected or gradients_of(model)
+    assert_bitwise(gradients_of(model), expected)

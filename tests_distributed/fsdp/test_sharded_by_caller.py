@@ -45,8 +45,7 @@ class Block(nn.Module):
         x = x + self.attn(self.norm(x)).tanh()
         flat = x.flatten(0, 1)
         weight, chosen = self.router(flat).softmax(-1).max(-1)
-        out = weight[:, None] * self.experts(flat, chosen)
-        return x + self.dropout(out).view_as(x)
+        return x + self.dropout(weight[:, None] * self.experts(flat, chosen)).view_as(x)
 
 
 class Model(nn.Module):

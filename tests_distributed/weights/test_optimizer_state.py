@@ -15,7 +15,7 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
 from nemo_like.distributed.ranks import Ranks
-from nemo_like.distributed.weights.checkpoints import CheckpointStore
+from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore
 from tests_distributed.spawn import on_ranks
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -161,6 +161,22 @@ def test_a_checkpoint_without_a_weight_is_still_refused(tmp_path: Path) -> None:
     _save("store", tmp_path, state)
     with pytest.raises(RuntimeError, match=r"extra\.bias"):
         _load("store", tmp_path, {"model": get_model_state(model)})
+
+
+def test_a_store_refuses_to_drop_moments_of_frozen_parameters(tmp_path: Path) -> None:
+    model, own = _build(0, "adamw")
+    _step(model, own, 0)
+    _save("store", tmp_path, {"model": get_model_state(model), "optimizer": get_optimizer_state(model, own)})
+    model, own = _build(1, "adamw")
+    _freeze(model, "layers.0.", True)
+    state = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, own)}
+    before = copy.deepcopy(state["model"])
+    with pytest.raises(CheckpointError, match=r"moments of layers\.0\.0\.bias, which is frozen now \(2 parameters"):
+        _load("store", tmp_path, state)
+    assert all(map(torch.equal, state["model"].values(), before.values()))
+    assert not list(tmp_path.glob(".damaged*"))
+    trained = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])  # not to train the others is meant
+    _load("store", tmp_path, {"model": get_model_state(model), "optimizer": get_optimizer_state(model, trained)})
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

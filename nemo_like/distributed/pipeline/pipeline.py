@@ -196,7 +196,7 @@ class Pipeline(StagesOfRank, Stages):
                 )
                 for stage, (received, sent) in zip(self.stages, key)
             ]
-            self._schedules = {key: make_schedule(self.options, schedules, _sum)}
+            self._schedules = {key: make_schedule(self.options, schedules, lambda share, _: share.sum())}
         return self._schedules[key]
 
     def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
@@ -341,10 +341,6 @@ class Pipeline(StagesOfRank, Stages):
         only_last = self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first
         names = {*self.parts.tied, *self.parts.aliases} if only_last else ()
         return [parameter for name, parameter in self.named_parameters() if name in names]
-
-
-def _sum(share: Tensor, _target: Tensor) -> Tensor:
-    return share.sum()  # of the loss, which the last stage returns
 
 
 def _on_meta(forms: Sequence[TensorForm]) -> tuple[Tensor, ...]:

@@ -1,10 +1,12 @@
 """Match the modules of a model with tensor-parallel styles, and check that its sizes and adapters allow them. Changes
 nothing."""
 
+import copy
 import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -326,6 +328,27 @@ class _WithTensors:
         return partial(method, self) if isinstance(method, FunctionType) else getattr(self.module, name)
 
 
+def _use_other_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Have the forward of `module` compute with `change` of each parameter."""
+    forward = module.forward
+
+    def forward_with_other_tensors(*args: object, **kwargs: object) -> Any:
+        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        used: dict[str, Any] = {name: change(parameter) for name, parameter in parameters.items()}
+        # Under compile a change of the module would leave a checkpointed layer to eager.
+        if torch.compiler.is_compiling() and isinstance(forward, MethodType):
+            return forward.__func__(_WithTensors(module, used), *args, **kwargs)
+        # A plain tensor may be where a Parameter was while forward runs; both are put back even when recomputation
+        # stops early.
+        module._parameters.update(used)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(parameters)
+
+    module.forward = forward_with_other_tensors
+
+
 class SummedGradients(ParallelStyle):
     """Every rank keeps the whole parameters and uses them on its own part of the activations.
 
@@ -335,23 +358,7 @@ class SummedGradients(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = module.forward
-
-        def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
-            parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
-            # Under compile a change of the module would leave a checkpointed layer to eager.
-            if torch.compiler.is_compiling() and isinstance(forward, MethodType):
-                return forward.__func__(_WithTensors(module, used), *args, **kwargs)
-            # A plain tensor may be where a Parameter was while forward runs; both are put back even when recomputation
-            # stops early.
-            module._parameters.update(used)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                module._parameters.update(parameters)
-
-        module.forward = forward_with_summed_gradients
+        _use_other_tensors(module, lambda parameter: _summed(parameter, device_mesh))
         return module
 
 
@@ -387,7 +394,11 @@ class InstalledStyle(ParallelStyle):
                 self.shard(module, name, device_mesh)
         if self.name == "mla_kv_a_proj" and self.config is not None:
             module.config = self.config  # its code reads the width of the rotary part there
-        self.style.install_forward(module, device_mesh)
+        style = copy.copy(self.style)
+        if style.should_use_local_tensors(module):  # its own way leaves a checkpointed layer to eager under compile
+            style.context_around_forward = lambda *_: nullcontext()
+            _use_other_tensors(module, lambda p: p.to_local() if isinstance(p, DTensor) else p)
+        style.install_forward(module, device_mesh)
         return module
 
 
@@ -449,7 +460,7 @@ def installed_styles() -> Mapping[str, Any]:
     """
     module, name = PARALLEL_STYLES
     registry: Any = getattr(sys.modules.get(module), name, {})
-    wanted = ("shard_param", "install_forward", "validate_param")
+    wanted = ("shard_param", "install_forward", "validate_param", "should_use_local_tensors", "context_around_forward")
     styles = {name: registry[name] for name in (registry.keys() if hasattr(registry, "keys") else ())}
     return {name: style for name, style in styles.items() if all(hasattr(style, method) for method in wanted)}
 

@@ -54,8 +54,7 @@ class CheckedPlanner(DefaultLoadPlanner):
         in_file = self.metadata.state_dict_metadata
         stepped = {_owner(name) for name in in_file}
         moments = [n for n, v in self.state_dict.items() if isinstance(v, Tensor) and n.startswith("optimizer.")]
-        unread = [name for name in moments if name not in in_file and _owner(name) not in stepped]
-        for name in unread:
+        for name in {name for name in moments if _owner(name) not in stepped}.difference(in_file):
             del self.state_dict[name]
         return super().create_local_plan()
 

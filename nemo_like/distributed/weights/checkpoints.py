@@ -31,6 +31,7 @@ from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedR
 # DCP's error where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
 _ANY_ERROR = (Exception, dcp.CheckpointException)
 _COMPLETE, _WRITING, _DELETING, _DAMAGED, _MANIFEST = "step-", ".writing-", ".deleting-", ".damaged-", "manifest.json"
+_MOMENTS = ("optimizer", "state")  # Where `state` has them, by name.
 
 
 class CheckpointError(RuntimeError):
@@ -106,17 +107,21 @@ class CheckpointStore:
                 last.result()
 
     def load(self, state: dict[str, Any], check: Callable[[Mapping[str, Any]], None]) -> int | None:
-        """Fill `state` in place from the newest sound checkpoint whose `about` passes `check`: its step; None: none."""
+        """Fill `state` in place from the newest sound checkpoint whose `about` passes `check`: its step; None: none.
+
+        CheckpointError: none can be read, or it has moments of parameters that are frozen now.
+        """
         problems: dict[int, str] = {}
         # Rank 0's listing decides: on a network file system the ranks may see different ones for a while.
         for step in self._ranks.from_first(self.steps()):
             with self._attempt(step, problems):
-                about = self._check_files(self.path(step))["about"]
+                about, reader = self._check_files(self.path(step))["about"], CheckedReader(self.path(step))
+                saved = {path[2] for path in reader.read_metadata().planner_data.values() if path[:2] == _MOMENTS}
             if step not in problems:
                 with self._ranks.together("comparing the checkpoint with this run"):
                     check(about)
+                    _refuse_dropped_moments(saved, state, self.path(step))
                 with self._attempt(step, problems):
-                    reader = CheckedReader(self.path(step))
                     dcp.load(state, storage_reader=reader, planner=CheckedPlanner(), **self._where)
             if step not in problems:
                 # Set aside: they would be in the way of this run's own, and count as some of those to keep.
@@ -175,6 +180,17 @@ class CheckpointStore:
             _sync(self.folder)
             for old in self.steps()[self._keep :]:  # renamed first: killed in between, none looks complete that is not
                 shutil.rmtree(self.path(old).rename(self.folder / f"{_DELETING}{old:08d}"))
+
+
+def _refuse_dropped_moments(saved: set[str], state: dict[str, Any], folder: Path) -> None:
+    """Raise where a parameter with moments in `folder` has none in `state`: DCP reads only entries that are there to fill."""
+    optimizer = state.get("optimizer", {})
+    listed = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
+    if dropped := (saved & listed & state.get("model", {}).keys()) - optimizer.get("state", {}).keys():
+        raise CheckpointError(
+            f"{folder} has moments of {min(dropped)}, which is frozen now ({len(dropped)} parameters in all), and would "
+            "not read them. Freeze it after loading, or leave it out of the optimizer."
+        )
 
 
 def _size_and_sum(path: Path) -> list[int]:

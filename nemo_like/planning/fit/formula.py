@@ -597,8 +597,7 @@ def seconds_of(x: _Columns) -> Tensor:
         torch.tensor(passes.passes / device.bandwidth, dtype=torch.float64),
     )
     loop = x.trained * KERNELS_PER_PARAMETER * device.launch_seconds * x.even
-    optimizer = torch.maximum(loop, updating)
-    return torch.where(x.staged, staged, in_one_stage) + optimizer
+    return torch.where(x.staged, staged, in_one_stage) + torch.maximum(loop, updating)
 
 
 def _fills(x: _Columns) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -279,10 +278,7 @@ def _stages_per_rank(room: Room, facts: Schedule, ranks: int) -> Collection[int]
         return [n for n in pinned if not facts.stages_per_rank or n in facts.stages_per_rank]
     if facts.stages_per_rank:
         return facts.stages_per_rank[:1]
-    even = [n for n in range(2, MOST_PER_RANK + 1) if _longest(room.layers, ranks * n) <= MOST_UNEVEN]
+    # The layers of the longest stage, as a multiple of an even share.
+    longest = {n: -(-room.layers // (ranks * n)) * ranks * n / room.layers for n in range(2, MOST_PER_RANK + 1)}
+    even = [n for n, share in longest.items() if ranks * n <= room.layers and share <= MOST_UNEVEN]
     return even or [facts.default_per_rank]
-
-
-def _longest(layers: int, stages: int) -> float:
-    """Return the layers of the longest stage as a multiple of an even share."""
-    return -(-layers // stages) * stages / layers if stages <= layers else math.inf

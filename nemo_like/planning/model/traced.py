@@ -475,7 +475,9 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     peft = require("peft", "finetune", "to put adapters into a model")
     setattr(model, "name_or_path", getattr(model, "name_or_path", ""))  # noqa: B010 - peft reads it
     config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted: nn.Module = peft.get_peft_model(model, config)
+    # Of a model without memory adapters have none either: peft would draw their values on the CPU, for minutes at 405B.
+    without = all(param.is_meta for param in model.parameters())
+    adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=without)
     if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
         raise ValueError(
             f"lora is {rank}, and {type(model).__name__} has fused experts, around whose weights peft puts adapters: no "

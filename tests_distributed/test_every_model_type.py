@@ -1,19 +1,21 @@
-"""Every model type of transformers whose config has an expert plan, tiny, on two ranks with `ep=2` against one process."""
+"""Every model type of transformers that trains tiny in one process, on two ranks: with FSDP2, and with `ep=2` where its
+config has an expert plan. The judge is the process alone."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like import parallelize
+from nemo_like.options import DDP
 from nemo_like.planning.model.outside import loss_of
 from tests.checks import gradients_of
 from tests.tools.surveys import plans as plan_survey
@@ -34,13 +36,17 @@ def types_with_expert_plans() -> list[str]:
     return sorted(found)
 
 
+def _seed() -> None:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+
+
 def _tiny(names: tuple[str, ...]) -> tuple[nn.Module, dict[str, Tensor]] | None:
     """A model in float32, and a batch; None: none of the classes trains tiny."""
     for name, without in itertools.product(names, ATTEMPTS):
         try:
             with within(60):
-                torch.manual_seed(0)
-                random.seed(0)
+                _seed()
                 model, sample = plan_survey._trainable(name, without)
         except Exception:  # noqa: BLE001 - what a type cannot do alone says nothing of ranks
             continue
@@ -51,8 +57,11 @@ def _tiny(names: tuple[str, ...]) -> tuple[nn.Module, dict[str, Tensor]] | None:
     return None
 
 
-def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> str:
-    """Empty: alike. Both ranks have the same batch, so that one process with it has their mean."""
+def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...], ep: int) -> str:
+    """Empty: alike. Both ranks have the same batch, so that one process with it has their mean.
+
+    FSDP2 refuses a trainable scalar (CLIP's temperature), and names ``strategy="ddp"``: so that is tried there.
+    """
     transformers.logging.set_verbosity_error()
     built = _tiny(names)
     if built is None:
@@ -60,40 +69,47 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> s
     model, sample = built
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(1)  # a router that draws (PhiMoE) draws the same twice
-    loss = loss_of(reference(**sample))
+    _seed()  # a router that draws (PhiMoE), or a mask in time (Wav2Vec2), draws the same twice
+    loss = loss_of(model(**sample))
     loss.backward()
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    wanted = gradients_of(model)
+    model.zero_grad()
     try:
-        split = parallelize(model, ac="full", ep=2, device="cpu")
+        scalars = ep == 1 and any(p.dim() == 0 and p.requires_grad for p in model.parameters())
+        strategy = DDP(find_unused_parameters=True) if scalars else "fsdp2"
+        split = parallelize(model, strategy, "none" if ep == 1 else "full", ep=ep, device="cpu")
     except ValueError as error:
         return "has no experts tiny" if "no experts were found" in str(error) else f"refused: {error}"
-    torch.manual_seed(1)
+    _seed()
     part = loss_of(split(**sample))
     part.backward()
-    found = gradients_of(split)
+    found = gradients_of(split.module if scalars else split)
     # An expert that no token came to has no gradient in one process, and one of zeros here.
-    assert_close({name: found[name] for name in wanted}, wanted, tolerance=1e-4)
+    # The bias of keys has a gradient of rounding alone: softmax does not see it.
+    least = 1e-6 * max(grad.norm() for grad in wanted.values())
+    seen = {name: grad for name, grad in wanted.items() if grad.norm() > least}
+    assert_close({name: found[name] for name in seen}, seen, tolerance=1e-4)
     assert all(not found[name].any() for name in found.keys() - wanted.keys())
     assert abs(part.item() - loss.item()) <= 1e-5 * abs(loss.item())
     gc.collect()
     return ""
 
 
-@pytest.mark.long
-def test_two_ranks_compute_what_one_does() -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.long  # 3 s for each type: started, built, trained in one process and on two ranks
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_ranks_compute_what_one_does(ep: int) -> None:
     classes = plan_survey.model_types()
     said: dict[str, Any] = {}
-    for name in types_with_expert_plans():
+    for name in classes if ep == 1 else types_with_expert_plans():
         if name not in classes:
             continue
         try:
-            said[name] = run_ranks(2, _split_and_compared, classes[name], timeout=240)[0]
+            said[name] = run_ranks(2, _split_and_compared, classes[name], ep, timeout=240)[0]
         except Exception as error:  # noqa: BLE001 - all are named in the end
             said[name] = f"{type(error).__name__}: {error}"
         print(name, str(said[name])[:300], flush=True)
     left_out = {name for name, answer in said.items() if answer in ("does not train tiny", "has no experts tiny")}
     wrong = {name: answer for name, answer in said.items() if answer and name not in left_out}
     assert not wrong
-    assert len(said) - len(left_out) >= 60
+    assert len(said) - len(left_out) >= (60 if ep == 2 else 300)
