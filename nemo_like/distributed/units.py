@@ -4,6 +4,7 @@ A *unit* is made by one call of ``fully_shard``: parameters that are gathered by
 reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -287,15 +288,19 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
     known."""
     rows = getattr(getattr(tail[-1], "weight", None), "shape", (0,))[0] if tail else 0
     alike = [m for m in names if isinstance(m, nn.Embedding) and rows and m.num_embeddings == rows]
+    get_inputs = getattr(next(iter(names)), "get_input_embeddings", None)
+    with contextlib.suppress(NotImplementedError):  # SAM's masks are as many as its last linear has outputs
+        inputs = get_inputs() if get_inputs is not None else None
+        alike = [m for m in alike if not isinstance(inputs, nn.Module) or m in every_module(inputs)]
     if len(alike) != 1:
         return None
     # PEFT's wrapper of rows that train reads the weight in a forward of its own.
     plain = re.sub(r"(\.token_adapter\.base_layer|\.original_module)$", "", names[alike[0]])
-    found = next(module for module, name in names.items() if name == plain)
+    embedding = next(module for module, name in names.items() if name == plain)
     # A gradient takes the weight, or a norm inside, where the code does more than look rows up; then it is the root's.
     known = type(alike[0]).forward.__module__.partition(".")[0] in ("torch", "transformers", "peft")
-    holders = (module for module in every_module(found) if module._parameters)
-    return found if known and all(isinstance(m, nn.Embedding | nn.ParameterDict) for m in holders) else None
+    holders = (module for module in every_module(embedding) if module._parameters)
+    return embedding if known and all(isinstance(m, nn.Embedding | nn.ParameterDict) for m in holders) else None
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:

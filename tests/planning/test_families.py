@@ -129,7 +129,7 @@ def test_layers_that_differ_in_their_stride_alone_are_not_of_one_kind() -> None:
     assert abs(row.held_error) <= 0.001
 
 
-SEEDS = (1007, 1043, 2017, 3294, 3319, 3420, 3659, 3853, 4279)
+SEEDS = (1007, 1043, 2017, 3319, 3420, 3659, 3853, 4279)
 SHORT = (3420, 3659)
 """Those of the default run."""
 

@@ -144,6 +144,13 @@ def test_bad_arguments_change_nothing(layers: Any, options: dict, kind: type, me
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def test_an_embedding_that_is_not_the_input_belongs_to_the_root() -> None:
+    """SAM's mask tokens, whose weight its decoder reads without calling them, are as many as its last linear has outputs."""
+    model = Decoder()
+    model.get_input_embeddings = lambda: model.norm  # type: ignore[assignment]
+    assert plan_units(model, list(model.layers)).embedding is None
+
+
 def test_a_trainable_scalar_and_a_second_call_are_refused() -> None:
     with fake_rank(0, 2):
         mesh = build_mesh(device_type="cpu")

@@ -183,7 +183,7 @@ class CheckpointStore:
 
 
 def _refuse_dropped_moments(saved: set[str], state: dict[str, Any], folder: Path) -> None:
-    """Raise where a parameter with moments in `folder` has none in `state`: DCP reads only entries that are there to fill."""
+    """Raise where a parameter with moments in `folder` has none in `state`: DCP reads only entries that it has to fill."""
     optimizer = state.get("optimizer", {})
     listed = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
     if dropped := (saved & listed & state.get("model", {}).keys()) - optimizer.get("state", {}).keys():
