@@ -3,7 +3,6 @@ config has an expert plan. The judge is the process alone."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from typing import Any
@@ -91,7 +90,6 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...], ep: 
     assert_close({name: found[name] for name in seen}, seen, tolerance=1e-4)
     assert all(not found[name].any() for name in found.keys() - wanted.keys())
     assert abs(part.item() - loss.item()) <= 1e-5 * abs(loss.item())
-    gc.collect()
     return ""
 
 

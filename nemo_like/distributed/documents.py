@@ -240,7 +240,6 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
     return f"it takes no {' and no '.join(missing)}" if missing else None
 
 
-
 def _language(model: nn.Module) -> nn.Module:
     """The module that runs the text, of a model that may have encoders of pictures next to it."""
     find = getattr(model, "get_decoder", None)

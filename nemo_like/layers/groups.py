@@ -144,5 +144,3 @@ def _by_declaration(module: nn.Module) -> str | None:
 def _by_words(text: str) -> str | None:
     hits = [group for group, pattern in _WORDS.items() if pattern.search(text)]
     return hits[0] if len(hits) == 1 else None
-
-

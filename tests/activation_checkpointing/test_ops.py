@@ -431,3 +431,12 @@ def test_decisions_are_logged_once_per_operator(caplog, monkeypatch):
         ["aten.topk.default", "SAVE"],
         ["aten.add.Tensor", "RECOMPUTE"],
     ]
+
+
+def test_a_product_that_writes_into_a_tensor_moves_the_bytes_of_one_that_does_not() -> None:
+    """Counted by hand: a (3, 5), b (5, 7), and c (3, 7), which `addmm_` reads and writes."""
+    a, b, c = torch.empty(3, 5), torch.empty(5, 7), torch.empty(3, 7)
+    for op, inputs in ((torch.ops.aten.mm.out, (a, b, c)), (torch.ops.aten.mm.default, (a, b))):
+        assert table.moved_bytes(op, inputs, (c,)) == 4 * (15 + 35 + 21)
+    assert table.moved_bytes(torch.ops.aten.addmm_.default, (c, a, b), (c,)) == 4 * (21 + 15 + 35 + 21)
+    assert table.kernel_flops(torch.ops.aten.addmm_.default, (c, a, b), {}, c) == 2 * 3 * 5 * 7

@@ -32,10 +32,6 @@ def _step_of(kind: Any) -> Callable[[Any], Iterable[Tensor]]:
     return step
 
 
-def _average(model: nn.Module) -> Iterable[Tensor]:
-    return AveragedModel(model).parameters()
-
-
 def _clones(model: nn.Module) -> Iterable[Tensor]:
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -47,27 +43,34 @@ def _merge(model: Any) -> Iterable[Tensor]:
     return model.parameters()
 
 
-ERRORS: dict[tuple[Any, str], type[Exception]] = {
-    (_clip, "tp"): RuntimeError,
-    (_merge, "tp"): RuntimeError,
-    **{(_average, axis): AssertionError for axis in ("fsdp2", "tp")},
+# By a word of its row in the page; clones are below the table. All others are right.
+CALLS: dict[str, Callable[[Any], Iterable[Tensor]]] = {
+    "clip_grad_norm_": _clip,
+    "Adafactor": _step_of(torch.optim.Adafactor),
+    "Muon": _step_of(torch.optim.Muon),
+    "AveragedModel": lambda model: AveragedModel(model).parameters(),
+    "merge_adapter()": _merge,
+    "clone()": _clones,
 }
-ADAFACTOR, MUON = _step_of(torch.optim.Adafactor), _step_of(torch.optim.Muon)
-ERRORS |= {(ADAFACTOR, axis): RuntimeError for axis in ("fsdp2", "tp")}
+ERRORS: dict[str, dict[str, type[Exception]]] = {
+    "fsdp2": {"Adafactor": RuntimeError, "AveragedModel": AssertionError},
+    "tp": dict.fromkeys(("Adafactor", "clip_grad_norm_", "merge_adapter()"), RuntimeError)
+    | {"AveragedModel": AssertionError},
+}
 
 
 @pytest.mark.parametrize("axis", ["fsdp2", "tp"])
 @on_ranks(2)
-def test_the_page_says_which_calls_take_shards(rank: int, world_size: int, axis: str) -> None:
+def test_which_calls_take_shards(rank: int, world_size: int, axis: str) -> None:
     ids = torch.arange(16).view(2, 8)
-    for call in (_clip, ADAFACTOR, MUON, _average, _merge, _clones):
+    for name, call in CALLS.items():
         results = []
         for options in (None, {"tp": 2 if axis == "tp" else 1}):
             model = with_lora(llama(2), ["q_proj"]) if call is _merge else llama(2)
             model = model if options is None else parallelize(model, ac="none", device="cpu", **options)
             model(input_ids=ids, labels=ids).loss.backward()
-            error = ERRORS.get((call, axis)) if options else None
+            error = ERRORS[axis].get(name) if options else None
             with pytest.raises(error) if error else contextlib.nullcontext():
                 results.append([whole(tensor.detach()) for tensor in call(model)])
         # Muon's products are bfloat16, and FSDP2 and tp sum in another order.
-        torch.testing.assert_close(results[-1], results[0], rtol=0, atol=0.02 if call is MUON else 1e-6)
+        torch.testing.assert_close(results[-1], results[0], rtol=0, atol=0.02 if name == "Muon" else 1e-6)

@@ -31,7 +31,6 @@ from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedR
 # DCP's error where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
 _ANY_ERROR = (Exception, dcp.CheckpointException)
 _COMPLETE, _WRITING, _DELETING, _DAMAGED, _MANIFEST = "step-", ".writing-", ".deleting-", ".damaged-", "manifest.json"
-_MOMENTS = ("optimizer", "state")  # Where `state` has them, by name.
 
 
 class CheckpointError(RuntimeError):
@@ -116,11 +115,10 @@ class CheckpointStore:
         for step in self._ranks.from_first(self.steps()):
             with self._attempt(step, problems):
                 about, reader = self._check_files(self.path(step))["about"], CheckedReader(self.path(step))
-                saved = {path[2] for path in reader.read_metadata().planner_data.values() if path[:2] == _MOMENTS}
             if step not in problems:
                 with self._ranks.together("comparing the checkpoint with this run"):
                     check(about)
-                    _refuse_dropped_moments(saved, state, self.path(step))
+                    _refuse_dropped_moments(reader, state)
                 with self._attempt(step, problems):
                     dcp.load(state, storage_reader=reader, planner=CheckedPlanner(), **self._where)
             if step not in problems:
@@ -182,14 +180,16 @@ class CheckpointStore:
                 shutil.rmtree(self.path(old).rename(self.folder / f"{_DELETING}{old:08d}"))
 
 
-def _refuse_dropped_moments(saved: set[str], state: dict[str, Any], folder: Path) -> None:
-    """Raise where a parameter with moments in `folder` has none in `state`: DCP reads only entries that it has to fill."""
+def _refuse_dropped_moments(reader: CheckedReader, state: dict[str, Any]) -> None:
+    """Raise where a frozen parameter has moments in the checkpoint: DCP reads only entries that `state` has to fill."""
     optimizer = state.get("optimizer", {})
     listed = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
-    if dropped := (saved & listed & state.get("model", {}).keys()) - optimizer.get("state", {}).keys():
+    frozen = (listed & state.get("model", {}).keys()) - optimizer.get("state", {}).keys()
+    paths = reader.read_metadata().planner_data.values() if frozen else ()  # of all ranks, so not read for nothing
+    if dropped := frozen & {path[2] for path in paths if path[:2] == ("optimizer", "state")}:
         raise CheckpointError(
-            f"{folder} has moments of {min(dropped)}, which is frozen now ({len(dropped)} parameters in all), and would "
-            "not read them. Freeze it after loading, or leave it out of the optimizer."
+            f"{reader.path} has moments of {min(dropped)}, which is frozen now ({len(dropped)} parameters in all), and "
+            "would not read them. Freeze it after loading, or leave it out of the optimizer."
         )
 
 

@@ -278,7 +278,10 @@ def _stages_per_rank(room: Room, facts: Schedule, ranks: int) -> Collection[int]
         return [n for n in pinned if not facts.stages_per_rank or n in facts.stages_per_rank]
     if facts.stages_per_rank:
         return facts.stages_per_rank[:1]
-    # The layers of the longest stage, as a multiple of an even share.
-    longest = {n: -(-room.layers // (ranks * n)) * ranks * n / room.layers for n in range(2, MOST_PER_RANK + 1)}
-    even = [n for n, share in longest.items() if ranks * n <= room.layers and share <= MOST_UNEVEN]
+    even = [
+        n
+        for n in range(2, min(MOST_PER_RANK, room.layers // ranks) + 1)
+        # The layers of the longest stage, as a multiple of an even share.
+        if -(-room.layers // (ranks * n)) * ranks * n / room.layers <= MOST_UNEVEN
+    ]
     return even or [facts.default_per_rank]
