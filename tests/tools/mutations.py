@@ -843,8 +843,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/weights/checkpoints.py",
-        "if dropped := (saved & listed",
-        "if dropped := set() and (saved & listed",
+        "if dropped := frozen & {path",
+        "if dropped := set() & {path",
         "tests_distributed/weights/test_optimizer_state.py",
     ),
     Fault(
