@@ -67,10 +67,15 @@ def test_dropout_in_a_checkpointed_layer_that_tp_splits_is_refused(rank: int, wo
 
 
 # Tracing takes 6 to 11 s.
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "ac", "axis"),
-    [("gemma3_text", "selective", "tp"), ("qwen3_moe", "selective", "tp"), ("qwen3_moe", "none", "sequence parallel")],
+    [
+        ("gemma3_text", "selective", "tp"),
+        ("qwen3_moe", "selective", "sequence parallel"),
+        ("qwen3_moe", "selective", "tp"),
+        ("qwen3_moe", "none", "sequence parallel"),
+    ],
 )
 @on_ranks(2, timeout=180)
 def test_layers_of_other_models_are_one_graph(rank: int, world_size: int, kind: str, ac: str, axis: str) -> None:

@@ -8,11 +8,12 @@ is used.
 
 import inspect
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
-from types import CodeType
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -276,24 +277,35 @@ def _names_data(modules: Iterable[nn.Module]) -> bool:
     waiting: list[Any] = [kind.forward for kind in kinds]
     for module in modules:
         waiting += [module.forward, *module._forward_pre_hooks.values(), *forward_hooks(module)]
+        kinds |= set(map(type, vars(module).values()))  # of plain objects that it holds
     seen = set[Any]()
     # PEFT names it to merge an adapter, in forward only where one was switched off while it was merged: a watch of every
     # layer with LoRA, which waits for the device, would be for nothing.
-    others = ("torch.", "nemo_like.", "peft.")
+    others = {"torch", "nemo_like", "peft", *sys.stdlib_module_names}
     while waiting:
         function = waiting.pop()
+        function = function.func if isinstance(function, partial) else function
         function = inspect.unwrap(function) if callable(function) else function
-        function = getattr(function, "__func__", function)
-        code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
-        if code is None or code in seen or str(getattr(function, "__module__", "")).startswith(others):
+        if not inspect.isroutine(function):  # an object that is called
+            kinds.add(type(function))
+            function = vars(type(function)).get("__call__")
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is None or code in seen or str(function.__module__).partition(".")[0] in others:
             continue
         seen.add(code)
-        if "data" in code.co_names:
+        codes = [code]
+        for each in codes:
+            codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+        called = set(chain.from_iterable(each.co_names for each in codes))
+        if "data" in called:
             return True
-        names = getattr(function, "__globals__", {})
-        for name in code.co_names:
-            waiting += [names.get(name), *(getattr(kind, name, None) for kind in kinds)]
-        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        known = getattr(function, "__globals__", {})
+        files = [vars(known[name]) for name in called if isinstance(known.get(name), ModuleType)]
+        waiting += [
+            *(place.get(name) for name in called for place in (known, *files)),
+            *(getattr(kind, name, None) for name in called for kind in kinds),
+            *(cell.cell_contents for cell in function.__closure__ or () if cell != CellType()),
+        ]
     return False
 
 

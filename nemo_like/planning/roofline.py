@@ -97,9 +97,7 @@ class OpSeconds(TorchDispatchMode):
 
 def kernel_kind(op: Any, flops: int) -> str:
     """Return ``attention`` | ``matmul`` | ``memory-bound``: norms, elementwise, lookups."""
-    if ops.facts(op).attention:
-        return "attention"
-    return "matmul" if flops else "memory-bound"
+    return "attention" if ops.facts(op).attention else "matmul" if flops else "memory-bound"
 
 
 def _views(func: Any) -> bool:

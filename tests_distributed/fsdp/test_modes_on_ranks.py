@@ -74,7 +74,7 @@ def test_kv_shared_models_under_fsdp2_and_mixed_precision(rank: int, world_size:
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @pytest.mark.few(1)
-@pytest.mark.parametrize("tokens", [None, [1, 2, 3]], ids=["", "tokens"])
+@pytest.mark.parametrize("tokens", [[1, 2, 3], None], ids=["tokens", ""])
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @on_ranks(2, timeout=120)
 def test_adapters_on_a_frozen_base_train_in_every_mode(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -367,6 +368,15 @@ def test_a_parameter_that_forward_writes_is_named(rank: int, world: int) -> None
         model(batch())
 
 
+@on_ranks(2)
+def test_a_write_that_no_code_names_is_refused_in_the_first_call(rank: int, world: int) -> None:
+    net = Net(Block)
+    net.blocks[1].up.register_forward_pre_hook(lambda module, _: module.weight.detach().numpy().fill(1.0))
+    model = parallelize(net, ac="none")
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight was written in the forward of blocks\.1\."):
+        model(batch())
+
+
 def _clamp_weight(module: nn.Module, _args: object) -> None:
     module.weight.data.clamp_(max=0.05)  # type: ignore[union-attr, operator]
 
@@ -455,6 +465,42 @@ def test_a_write_through_data_leaves_the_bits_of_other_weights_in_32_bits(rank: 
 def test_only_layers_that_name_data_are_compared_at_each_call(build: Callable[[], nn.Module], compared: bool) -> None:
     """The comparison waits for the device; PEFT's forward names ``.data``, but only to take a merged adapter out again."""
     assert {_names_data(every_module(layer.module)) for layer in find_layers(build())} == {compared}
+
+
+def _clamp(limit: float, module: nn.Module, *_: object) -> None:
+    module.weight.data.clamp_(max=limit)  # type: ignore[union-attr, operator]
+
+
+class Clamp:
+    """A hook that is an object, and a plain object that a layer holds."""
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self.clamp(module)
+
+    def clamp(self, module: nn.Module) -> None:
+        _clamp(0.05, module)
+
+
+this = sys.modules[__name__]
+HOOKS: dict[str, Callable[..., None]] = {
+    "partial": functools.partial(_clamp, 0.05),
+    "object": Clamp(),
+    "of a file": lambda module, _: this._clamp(0.05, module),
+    "inner": lambda module, _: [_clamp(limit, module) for limit in (0.05,)] and None,
+    "closure": (lambda inner: lambda module, _: inner(0.05, module))(_clamp),
+    "held object": lambda module, _: module.helper.clamp(module),
+}
+
+
+@pytest.mark.parametrize("way", HOOKS)
+def test_a_write_through_data_is_found_behind_each_kind_of_call(way: str) -> None:
+    linear = nn.Linear(4, 4)
+    linear.register_forward_hook(lambda *_: None)
+    assert not _names_data([linear])
+    linear.register_forward_pre_hook(HOOKS[way])
+    if way == "held object":
+        linear.helper = Clamp()
+    assert _names_data([linear])
 
 
 @on_ranks(2)

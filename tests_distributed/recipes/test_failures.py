@@ -61,14 +61,19 @@ def test_a_run_killed_in_a_step_goes_on_from_the_last_checkpoint(base: list[str]
     assert resumed["first_step"] == 2 and resumed["losses"] == whole["losses"][2:]
 
 
-def _killed_in_the_result(rank: int, world_size: int, folder: str, finished: bool) -> None:
-    def write(target: Path) -> None:
-        (target / "model.safetensors").write_bytes(b"new and whole" if finished else b"new and ha")
-        if not finished:
+def _killed_in_the_result(rank: int, world_size: int, folder: str, steps: int) -> None:
+    """steps: the writing and the renamings that it still does."""
+    left, rename = iter(range(steps)), Path.rename
+
+    def die() -> None:
+        if next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if finished:
-        Path.rename = lambda self, to: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    def write(target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"new")
+        die()
+
+    Path.rename = lambda self, to: die() or rename(self, to)  # type: ignore[assignment,method-assign]
     replace_folder(Path(folder), write)
 
 
@@ -79,12 +84,14 @@ def _write(folder: Path, content: bytes) -> None:
     replace_folder(folder, write)
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_result_killed_in_its_writing_leaves_the_one_before(tmp_path: Path, finished: bool) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_result_killed_in_its_writing_leaves_the_one_before(tmp_path: Path, steps: int) -> None:
     result = tmp_path / "model"
     _write(result, b"old")
-    with pytest.raises(RankDiedError):
-        run_ranks(1, _killed_in_the_result, str(result), finished, init_group=False)
+    # Between the renamings it has another name, which the next call finds, also where that is killed.
+    for done in [steps, 1][: 1 + steps // 2]:
+        with pytest.raises(RankDiedError):
+            run_ranks(1, _killed_in_the_result, str(result), done, init_group=False)
     assert [path.read_bytes() for path in result.iterdir()] == [b"old"]
     _write(result, b"new")
     assert [path.read_bytes() for path in result.iterdir()] == [b"new"]

@@ -85,7 +85,9 @@ class Ranking:
         self.per_token = question.gpus / tokens.view(-1, 1)
         self.open = self._allowed()
         alike, self.sizes = dict[Any, int](), dict[Any, int]()
-        number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
+        # The fields that layouts share for which the formula is off alike.
+        shared = [(it.tp, it.ep > 1, it.schedule, it.cp > 1, it.sequence_parallel) for it in self.layouts]
+        number = torch.tensor([alike.setdefault(fields, len(alike)) for fields in shared])
         # Number of each (layout, way), the same where the formula is off alike.
         self.classes = 2 * number.unsqueeze(1) + torch.tensor([getattr(way.fsdp, MOVED) for way in self.ways])
         self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
@@ -211,11 +213,6 @@ class Ranking:
         same = self.siblings == self.sizes.get(layout.sizes, -1)
         self.open[same] = False
         self.costs[same] = math.inf
-
-
-def _class(layout: Layout) -> tuple[Any, ...]:
-    """Return the fields that layouts share for which the formula is off alike."""
-    return layout.tp, layout.ep > 1, layout.schedule, layout.cp > 1, layout.sequence_parallel
 
 
 _KIN = 3  # The first so many of these make kin.

@@ -293,12 +293,8 @@ def _part_of_fsdp() -> str:
 
 def _copied_by_gloo(func: Any, args: tuple) -> int:
     """Return the bytes of gloo's own copies within a collective."""
-    name = func._schema.name
-    if name == "c10d::_allgather_base_":
-        return args[0].nbytes
-    if name == "c10d::_reduce_scatter_base_":
-        return args[1].nbytes
-    return 0
+    whole = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}.get(func._schema.name)
+    return 0 if whole is None else args[whole].nbytes
 
 
 @dataclass(frozen=True)
