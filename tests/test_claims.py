@@ -23,7 +23,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import plan_for
 from nemo_like.planning.roofline import RankGroup, exchange_seconds, gather_seconds
 from tests.models import decoders
-from tests.tools import combines
+from tests.tools import combines, mutations
 from tests.tools.screens import without_times
 
 pytest.importorskip("transformers")
@@ -67,6 +67,12 @@ def test_every_extra_of_a_page_is_in_pyproject() -> None:
 
 
 # What combines with what
+
+
+def test_each_fault_of_the_mutation_tool_has_one_place() -> None:
+    """Here, since no fault is judged by this file: with a fault in, its text has no place."""
+    for fault in mutations.FAULTS:
+        assert mutations._changed(fault, mutations.ROOT)
 
 
 def test_the_page_of_combinations_has_every_pair_both_ways() -> None:

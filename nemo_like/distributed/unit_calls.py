@@ -286,10 +286,10 @@ def _names_data(modules: Iterable[nn.Module]) -> bool:
         function = waiting.pop()
         function = function.func if isinstance(function, partial) else function
         function = inspect.unwrap(function) if callable(function) else function
+        kinds.add(type(getattr(function, "__self__", function)))  # whose other methods it may call
         if not inspect.isroutine(function):  # an object that is called
-            kinds.add(type(function))
-            function = vars(type(function)).get("__call__")
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
+            function = inspect.getattr_static(type(function), "__call__", None)
+        code = getattr(function, "__code__", None)
         if code is None or code in seen or str(function.__module__).partition(".")[0] in others:
             continue
         seen.add(code)

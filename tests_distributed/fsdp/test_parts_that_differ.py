@@ -377,8 +377,8 @@ def test_a_write_that_no_code_names_is_refused_in_the_first_call(rank: int, worl
         model(batch())
 
 
-def _clamp_weight(module: nn.Module, _args: object) -> None:
-    module.weight.data.clamp_(max=0.05)  # type: ignore[union-attr, operator]
+def _clamp(limit: float, module: nn.Module, *_: object) -> None:
+    module.weight.data.clamp_(max=limit)  # type: ignore[union-attr, operator]
 
 
 class Clamped(Block):
@@ -387,7 +387,7 @@ class Clamped(Block):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.scale = 0, nn.Parameter(torch.ones(2))
-        self.up.register_forward_pre_hook(_clamp_weight)
+        self.up.register_forward_pre_hook(functools.partial(_clamp, 0.05))
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         self.calls += 1
@@ -467,10 +467,6 @@ def test_only_layers_that_name_data_are_compared_at_each_call(build: Callable[[]
     assert {_names_data(every_module(layer.module)) for layer in find_layers(build())} == {compared}
 
 
-def _clamp(limit: float, module: nn.Module, *_: object) -> None:
-    module.weight.data.clamp_(max=limit)  # type: ignore[union-attr, operator]
-
-
 class Clamp:
     """A hook that is an object, and a plain object that a layer holds."""
 
@@ -481,10 +477,16 @@ class Clamp:
         _clamp(0.05, module)
 
 
+class Heir(Clamp):
+    pass
+
+
 this = sys.modules[__name__]
 HOOKS: dict[str, Callable[..., None]] = {
     "partial": functools.partial(_clamp, 0.05),
     "object": Clamp(),
+    "object that inherits": Heir(),
+    "method of an object": Clamp().__call__,
     "of a file": lambda module, _: this._clamp(0.05, module),
     "inner": lambda module, _: [_clamp(limit, module) for limit in (0.05,)] and None,
     "closure": (lambda inner: lambda module, _: inner(0.05, module))(_clamp),

@@ -293,6 +293,7 @@ def _part_of_fsdp() -> str:
 
 def _copied_by_gloo(func: Any, args: tuple) -> int:
     """Return the bytes of gloo's own copies within a collective."""
+    # The argument that holds the parts of all ranks.
     whole = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}.get(func._schema.name)
     return 0 if whole is None else args[whole].nbytes
 
