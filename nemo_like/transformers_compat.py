@@ -108,6 +108,9 @@ attention_interface = partial(_inside, "modeling_utils", "AttentionInterface")
 mask_functions = partial(_inside, "masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
 # the class by whose ``register`` a function that makes masks gets a name,
 mask_interface = partial(_inside, "masking_utils", "AttentionMaskInterface")
+# the module whose masks look for packed documents in positions by `FIND_DOCUMENTS`,
+masking = partial(sys.modules.get, "transformers.masking_utils")
+FIND_DOCUMENTS = "find_packed_sequence_indices"
 # and the function of places that means a plain causal mask.
 causal_mask_function = partial(_inside, "masking_utils", "causal_mask_function")
 

@@ -9,6 +9,12 @@ def wait_for(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`. The host does not wait for an accelerator: it copies from page-locked memory later on."""
+    is_far = tensor.device.type == "cpu" and device.type not in ("cpu", "meta")
+    return (tensor.pin_memory() if is_far else tensor).to(device, non_blocking=True)
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether memory ran out. The CPU's allocator has no error class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

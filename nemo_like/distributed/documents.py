@@ -11,6 +11,8 @@ Together with a mask of ones and zeros, positions that restart are positions: a 
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +27,20 @@ from nemo_like.distributed.context.stacks import counts_ids, counts_positions, s
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.rows import IGNORED, predicts_next_token
-from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base, text_config
+from nemo_like.transformers_compat import (
+    ATTENTION,
+    FIND_DOCUMENTS,
+    USE_CACHE,
+    given_cache,
+    mask_functions,
+    masking,
+    model_base,
+    text_config,
+)
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
+# True while the documents of the call that runs are known: transformers would read the device to find them again.
+_are_known = contextvars.ContextVar("nemo_like_documents_known", default=False)
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
 
 
@@ -87,6 +100,7 @@ class PackedCalls:
         if main is None or given_cache((), (), arguments) is not None or len(args) > len(self._names):
             return None
         numbers = self._numbers(model, arguments, *main.shape[:2])
+        _are_known.set(numbers is not None or not any(isinstance(arguments.get(name), Tensor) for name in _LENGTHS))
         if numbers is None:
             return None
         if self._why_not:
@@ -110,6 +124,7 @@ class PackedCalls:
             return
         rows = running.get()
         running.reset(self._tokens.pop())
+        _are_known.set(False)
         if rows is not None and not rows.apart and output is not None:
             self._refuse(model, "none of its masks is made by transformers' masking_utils, which would keep them apart")
 
@@ -264,6 +279,13 @@ def _tell_masks_of_documents() -> None:
     for name in ("sdpa", "eager", "flex_attention"):
         if not isinstance(mapping[name], _MaskOfDocuments):
             mapping[name] = _MaskOfDocuments(mapping[name], as_numbers=name == "sdpa")
+    find = getattr(masking(), FIND_DOCUMENTS)
+    if not isinstance(find, functools.partial):
+        setattr(masking(), FIND_DOCUMENTS, functools.partial(_documents_in, find))
+
+
+def _documents_in(find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return None if _are_known.get() else find(*args, **kwargs)
 
 
 class _MaskOfDocuments:

@@ -1,6 +1,6 @@
 """Agreement between the ranks of one job: who failed, and the sum of the numbers that each computed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -72,11 +72,20 @@ class Ranks:
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values."""
+        return self.largest_later(value)()
+
+    def largest_later(self, value: int) -> Callable[[], int]:
+        """A function that returns the largest of the ranks' values: who calls it later does not wait for the others."""
         if self.control is None:
-            return value
+            return lambda: value
         tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
-        return int(tensor)
+        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control, async_op=True)
+
+        def result() -> int:
+            work.wait()
+            return int(tensor)
+
+        return result
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, which can be pickled."""

@@ -235,12 +235,12 @@ def is_plain_linear(head: nn.Linear) -> bool:
     return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)
 
 
-def autocast_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that a matmul with `weight` runs in here."""
-    kind = weight.device.type
-    if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
+def autocast_dtype(operand: Tensor) -> torch.dtype:
+    """Return the dtype that a matmul, or attention, of `operand` runs in here."""
+    kind = operand.device.type
+    if torch.is_autocast_enabled(kind) and operand.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
-    return weight.dtype
+    return operand.dtype
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.device_work import send
 from nemo_like._util.extras import require
 from nemo_like._util.shuffled import mix, shuffled
 
@@ -237,10 +238,8 @@ class Batch:
         return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets}
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`. The CPU does not wait for an accelerator: it copies from page-locked memory later on."""
-        if device.type == "cpu":
-            return self
-        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in (self.inputs, self.targets)))
+        """The same on `device`, as `send` has it."""
+        return Batch(send(self.inputs, device), send(self.targets, device))
 
 
 def read_windows(corpus: Corpus, starts: Sequence[int], seq_len: int) -> Batch:

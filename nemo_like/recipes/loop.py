@@ -5,7 +5,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -65,6 +65,7 @@ class Pretraining:
         self.store: CheckpointStore | None = None
         self._seconds: list[float] = []
         self._ahead: Future[Batch] | None = None
+        self._asked: Callable[[], int] = lambda: 0  # The largest number of a signal that a rank had a step before.
         with ranks.together("cutting the text into samples"):
             self.rows = TextRows(text.train, options.seq_len, options.global_batch, options.seed)
             self.held_out: HeldOutText | None = None
@@ -201,7 +202,9 @@ class Pretraining:
         self.step += 1
         first, last = self.step == self.first_step + 1, self.step == options.steps
         if not last:
-            self.interrupted = self.ranks.largest(stop.requested)  # all ranks stop after the same step
+            # All ranks stop after the same step. Nobody waits: others' signals are known a step later.
+            asked, self._asked = self._asked, self.ranks.largest_later(stop.requested)
+            self.interrupted = (asked if self.ranks.world_size > 1 else self._asked)()
         report = last or self.step % options.log_every == 0
         evaluates = last or (options.eval_every > 0 and self.step % options.eval_every == 0)
         save = last or self.step % options.save_every == 0
@@ -262,7 +265,9 @@ class Pretraining:
         batch: Future[Batch] = Future()
         try:
             part = micro * ranks.data_ranks + ranks.data_rank
-            batch.set_result(self.rows.batch(step, part, passes * ranks.data_ranks).to(ranks.device))
+            made = self.rows.batch(step, part, passes * ranks.data_ranks)
+            # A pipeline counts labels on the host, and sends micro-batches itself.
+            batch.set_result(made if self.options.pp > 1 else made.to(ranks.device))
         except Exception as error:  # noqa: BLE001  (the step that trains on the batch raises it)
             batch.set_exception(error)
         return batch

@@ -243,6 +243,8 @@ def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its
 
 
 class _Sent:
+    device = torch.device("cpu")
+
     def pin_memory(self) -> _Sent:
         self.pinned = True
         return self

@@ -241,7 +241,7 @@ class GatherKeys(ContextMethod):
                 )
             mask = causal_mask(parts, whole.shape[-2], call.query)
         key, value = whole.split(widths, -1)
-        return call.run(call.query, key, value, mask)
+        return call.run(call.query, key.to(call.key.dtype), value.to(call.value.dtype), mask)
 
     def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
         half = part.shape[3] // 2

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.context import sequence_ops
+from nemo_like.losses.heads import autocast_dtype
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
@@ -57,6 +58,12 @@ class Attention(ABC):
     arguments: dict[str, Any]  # The other arguments of the call.
 
     fused = True  # The function is `scaled_dot_product_attention` in the end.
+
+    def __post_init__(self) -> None:
+        # As autocast casts for that function. It has no rule for the operators here, and rotary embeddings are float32.
+        if self.fused:
+            states = self.query, self.key, self.value
+            self.query, self.key, self.value = (each.to(autocast_dtype(each)) for each in states)
 
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:

@@ -9,6 +9,7 @@ behind the layers.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.device_work import send
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.consistency_checks import gather, gather_objects
@@ -30,6 +32,8 @@ from nemo_like.transformers_compat import model_base
 
 # Compared of a micro-batch: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit.
 _TOKENS = 256
+# Calls that look whether to compare: the first ones, and then each of so many. A look reads the device, and asks all ranks.
+_FIRST_LOOKS, _LOOK_EVERY = 4, 16
 # Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 # float32 has.
 _TOLERANCE, _LOWER = 1e-4, 3e-2
@@ -57,16 +61,22 @@ class LossMean:
         self._shifts, self._kind = predicts_next_token(model), kind
         # Names of batches that were compared → whether one was whose micro-batches count differently.
         self._compared: dict[frozenset[str], bool] = {}
+        self._calls = 0
         self.has_values = True  # Tensors have values. Without them micro-batches count alike, and nothing is compared.
 
-    def cut(self, batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], list[float]]:
-        """Cut `batch` into `count` micro-batches, and return each one's share of the loss.
+    def cut(
+        self, batch: Mapping[str, Any], count: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], list[float]]:
+        """Cut `batch` into `count` micro-batches on `device`, and return each one's share of the loss.
 
-        Rows that are missing are filled up with labels that count for nothing.
+        Rows that are missing are filled up with labels that count for nothing. Labels are counted where they are given: on
+        the host nobody waits for that.
         """
         labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
-        parts = cut_batch(batch, count, dict.fromkeys(labels, IGNORED) or None)
-        return parts, self._shares(parts)
+        fill = dict.fromkeys(labels, IGNORED) or None
+        shares = self._shares(cut_batch(batch, count, fill))
+        sent = {name: send(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return cut_batch(sent, count, fill), shares
 
     def _shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return the share of each of `parts` in the loss of all of them."""
@@ -77,7 +87,7 @@ class LossMean:
             return [1 / count] * count
         weigh = self.over if callable(self.over) else self._labels
         numbers = torch.stack([torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]).tolist()
-        return [number / (sum(numbers) or 1.0) for number in numbers]
+        return [number / (sum(numbers) or math.nan) for number in numbers]  # the loss of nothing is no number
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
         return self.over == "sum" or (self.over == "tokens" and batch.get(ITEMS) is not None)
@@ -99,20 +109,23 @@ class LossMean:
 
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
         """Compare the micro-batches that the stages were given: in the first step, in the first with other names in its
-        batch, and in the first whose micro-batches count differently. A collective of all ranks that share a stage.
+        batch, and in the first whose micro-batches count differently, of the steps that look (`_FIRST_LOOKS`). There it
+        is a collective of all ranks that share a stage; elsewhere it waits for nobody.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
         """
         parts, shares = pipeline.stages[0].forward.microbatches, pipeline.stages[0].forward.shares
-        if len(parts) == 1 or not self.has_values:
+        self._calls += 1
+        looks = self._calls <= _FIRST_LOOKS or self._calls % _LOOK_EVERY == 0
+        if len(parts) == 1 or not self.has_values or not looks:
             return
         names = frozenset(batch)
         is_new = names not in self._compared
-        if not self._compared.get(names) and (len(set(shares)) > 1 or len(set(map(_ignored, parts))) > 1):
+        if not self._compared.get(names) and (len(set(shares)) > 1 or len(set(_ignored(parts))) > 1):
             is_new = self._compared[names] = True
         self._compared.setdefault(names, False)
-        votes = torch.tensor([is_new, not any(shares)])
+        votes = torch.tensor([is_new, math.isnan(shares[0])])
         is_new, nothing = gather(votes, pipeline.groups_of_stage).max(0).values.tolist()
         if nothing:
             raise ValueError(
@@ -158,7 +171,7 @@ class LossMean:
     def _off(self, last: LastStage, one: dict[str, Any], other: dict[str, Any]) -> float:
         """Return the relative error of the loss of two micro-batches, or of its gradient, against the sum of both."""
         weights = self._shares((one, other))
-        if not any(weights):
+        if math.isnan(weights[0]):
             return 0.0
         both = joined(one, other)
         states, places = last.states(one, both)
@@ -183,9 +196,10 @@ def _are_classes(labels: object) -> bool:
     return isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
-def _ignored(part: Mapping[str, Any]) -> int:
-    """Return how many numbers of a micro-batch mean that a label does not count."""
-    return sum(int((value == IGNORED).sum()) for value in part.values() if _are_classes(value))
+def _ignored(parts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return how many numbers of each micro-batch mean that a label does not count: one read."""
+    counts = [[(value == IGNORED).sum() for value in part.values() if _are_classes(value)] for part in parts]
+    return torch.stack([torch.stack(each).sum() for each in counts]).tolist() if counts[0] else []
 
 
 def _usable(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ class Pipeline(StagesOfRank, Stages):
         Args:
             batch: the model's arguments, for all micro-batches together: tensors with as many rows as there are
                 are cut along them, all else goes to every micro-batch. The rows must be a multiple of the micro-batches,
-                or the loss must be a mean over labels: then rows are added that count for nothing.
+                or the loss must be a mean over labels: then rows are added that count for nothing. On the host, where
+                labels are counted without a wait, or on the device.
 
         Returns:
             The model's loss of the whole batch, 0-dim, the same on every rank of the pipeline.
@@ -154,7 +155,7 @@ class Pipeline(StagesOfRank, Stages):
     def _cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
-        microbatches, shares = self.loss_mean.cut(batch, self.options.microbatches or 1)
+        microbatches, shares = self.loss_mean.cut(batch, self.options.microbatches or 1, self.device)
         rows, tokens = size_of(microbatches[0])
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.shares = microbatches, shares

@@ -159,7 +159,9 @@ class CheckpointStore:
         """Write the checkpoint; on rank 0, complete it and delete old ones. Where DCP fails on a rank, all raise."""
         target, ranks = self.folder / f"{_WRITING}{step:08d}", self._apart
         with writing(f"the checkpoint of step {step} to {self.folder}"):
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(target, overwrite=False), **self._where)
+            # Copying ahead, DCP's loader waits for training's stream each 10 MB, also where all tensors are on the CPU.
+            writer = dcp.FileSystemWriter(target, overwrite=False, per_thread_copy_ahead=0)
+            dcp.save(state, storage_writer=writer, **self._where)
             with ranks.together("reading the files it wrote"):
                 of_ranks = [{path.name: _size_and_sum(path) for path in target.glob(f"__{ranks.rank}_*")}]
             if ranks.control is not None:
