@@ -36,7 +36,7 @@ from nemo_like.distributed.expert.split_experts import (
     shard_experts,
     split_experts,
 )
-from nemo_like.distributed.launch import checked_device, local_device, world_size
+from nemo_like.distributed.launch import check_places, checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of, ends_of
@@ -299,6 +299,8 @@ def parallelize(
     if _comes_in_split(model):
         return _checkpoint_as_it_came(model, job, mesh, sample_input)
     _refuse_parallelized(model)
+    if job.device is None and mesh is None:
+        check_places(model)
     job, mesh = _on_ranks(job, mesh)
     if job.pp.size == 1:
         return _make_ready(model, job, mesh, sample_input)

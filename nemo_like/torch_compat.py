@@ -635,11 +635,16 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tenso
     return torch.cat([part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0])
 
 
+def is_rocm() -> bool:
+    """Return whether this torch is built for AMD's GPUs, which it calls ``"cuda"``, too."""
+    return torch.version.hip is not None
+
+
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
     if rows.dtype != weights.dtype or any(size * rows.element_size() % 16 for size in weights.shape[1:]):
         return False
-    if rows.device.type == "cuda":
-        return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    if rows.device.type == "cuda":  # an MI300X answers with (9, 4)
+        return not is_rocm() and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     return rows.device.type == "cpu"
 
 

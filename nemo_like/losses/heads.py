@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nemo_like._util.tensors import on_accelerator
 from nemo_like.losses.rows import SparseGradient, Vocabulary, pieces
-from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake, local_part
+from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake, is_rocm, local_part
 
 Head = Callable[[Tensor], Tensor]
 
@@ -98,9 +98,7 @@ class LinearHead:
 
     def __init__(self, head: nn.Linear, params: Sequence[Tensor]) -> None:
         dtype = autocast_dtype(head.weight)
-        self._cast = (
-            torch.is_autocast_enabled(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
-        )
+        self._cast = _lowers(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
         self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
         self._bias = None if head.bias is None else head.bias.detach().to(dtype)
         # By identity: which of the head's own tensors train.
@@ -160,7 +158,8 @@ class LinearHead:
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), hidden)
             return
-        if on_accelerator(hidden) and hidden.device.type in _SUMS_IN_FLOAT32 and total.dtype == torch.float32:
+        sums = hidden.device.type in _SUMS_IN_FLOAT32 and not is_rocm()  # whose gemm takes no other type of output
+        if on_accelerator(hidden) and sums and total.dtype == torch.float32:
             # Tensor cores add in float32 anyway; this hands the sum over as it is.
             torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)
             return
@@ -238,9 +237,12 @@ def is_plain_linear(head: nn.Linear) -> bool:
 def autocast_dtype(operand: Tensor) -> torch.dtype:
     """Return the dtype that a matmul, or attention, of `operand` runs in here."""
     kind = operand.device.type
-    if torch.is_autocast_enabled(kind) and operand.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return operand.dtype
+    return torch.get_autocast_dtype(kind) if _lowers(kind) and operand.dtype != torch.float64 else operand.dtype
+
+
+def _lowers(kind: str) -> bool:
+    """Return whether autocast is on for devices of that kind; the meta device has none."""
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -27,6 +27,9 @@ from nemo_like.planning.devices import RATES, Device, device_at_hand, rates_file
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
 
+# The linears of a layer of Llama 3 8B, (in, out): queries and output, keys and values, gate and up, down.
+SHAPES = ((4096, 4096), (4096, 4096), (4096, 1024), (4096, 1024), (4096, 14336), (4096, 14336), (14336, 4096))
+_LAUNCHES = 4  # Products that are timed as one, so that a launch does not count.
 SECONDS = 3.0  # Most seconds of one measurement, of which there are at most ten.
 
 
@@ -102,13 +105,19 @@ def _sizes(device: torch.device, cpu: tuple[int, ...], other: tuple[int, ...]) -
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the FLOP/s of square products."""
+    """Return the FLOP/s of products: the median over `SHAPES`, of normal values, as the table has it."""
+    tokens, part = (512, 16) if device.type == "cpu" else (8192, 1)
 
-    def rate(size: int) -> float:
-        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        return 2.0 * size**3 / _best(lambda: left @ right, device, seconds / 8)
+    def rate(width: int, out: int) -> float:
+        left, right = (torch.randn(*size, device=device, dtype=dtype) for size in ((tokens, width), (out, width)))
 
-    return _largest(rate, _sizes(device, (256, 512, 1024), (2048, 4096, 8192)), seconds / 2)
+        def run() -> None:
+            for _ in range(_LAUNCHES):
+                torch.nn.functional.linear(left, right)
+
+        return _LAUNCHES * 2.0 * tokens * width * out / _best(run, device, seconds / len(SHAPES))
+
+    return statistics.median(rate(width // part, out // part) for width, out in SHAPES)
 
 
 @torch.no_grad()

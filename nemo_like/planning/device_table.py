@@ -1,6 +1,7 @@
 """The table of devices that plans are made for, by name. Loads without torch."""
 
 import json
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -27,7 +28,7 @@ def check_device_name(spec: str) -> str | None:
         ValueError: there is no such device, and no such file.
     """
     known, name = known_devices(), spec.strip().lower().replace("_", "-")
-    begun = [device for device in known if device.startswith(f"{name}-")]
+    begun = [device for device in known if re.fullmatch(rf"{re.escape(name)}-\d+gb", device)]
     if len(begun) == 1:  # "h100", where the table has it with one size of memory
         name = begun[0]
     if name in known:

@@ -58,6 +58,12 @@ class Device:
         return rates["half" if half else "single"]
 
     @property
+    def about(self) -> str:
+        """Return the sources of its rates, and of its kernels where these are another maker's, in words."""
+        foreign = " Attention kernels, and their temporaries, are those of NVIDIA GPUs: it runs others."
+        return f"rates of {self.rates}.{foreign if 'kernels' in self.sources else ''}"
+
+    @property
     def knows_host_rates(self) -> bool:
         """Return whether the seconds of an optimizer in CPU memory are known."""
         return self.kind == "cpu" or bool(self.host_bandwidth)
@@ -107,10 +113,9 @@ def device_at_hand(kind: str | None = None) -> Device:
         return calibrated(resolve_device("cpu"))
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = device_table()
-    matches = {name: table[name].get("match", []) for name in known_devices()}
-    known_as = next(
-        (name for name, parts in matches.items() if any(part.lower() in properties.name.lower() for part in parts)), ""
-    )
+    matches = [(len(part), name, part) for name in known_devices() for part in table[name].get("match", [])]
+    # The longest: "H100 PCIe" is not "H100".
+    known_as = max((match for match in matches if match[2].lower() in properties.name.lower()), default=(0, "", ""))[1]
     nearest = known_as or "a100-80gb"
     at_hand = {"name": properties.name, "memory_bytes": properties.total_memory, "known_as": known_as}
     if kind == "cuda":

@@ -251,5 +251,5 @@ def about(query: PlanQuery, step: Step, name: str) -> str:
     times = f"{micro} micro-batches of " if micro > 1 else ""
     return (
         f"{name} ({parameters_word(count)} parameters){class_taken(step.model)}{stages} on {job.ranks} x "
-        f"{query.device.name}, {job.step.optimizer}, {times}{step.input[1]} per rank; rates of {query.device.rates}."
+        f"{query.device.name}, {job.step.optimizer}, {times}{step.input[1]} per rank; {query.device.about}"
     )

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.models import text_batch
+from nemo_like.planning import calibration
 from nemo_like.planning.calibration import Speed, at_factor, fitted_factor, read_speed
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.seconds import step_seconds
@@ -94,3 +97,17 @@ def test_the_command_writes_a_gpu_and_plans_with_it(tmp_path: Path, capsys: pyte
     factor = made["matmul"] / plain["matmul"]
     assert "From now on: --gpu" in said and f"at {factor:.2f} of the rates" in said and "measured" in made["sources"]
     assert made["bandwidth"] == pytest.approx(plain["bandwidth"] * factor) and resolve_device(path).name == "mine"
+
+
+def test_a_calibration_takes_the_median_over_the_products_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the table's rates are. Judge: the linears of transformers' Llama 3 8B."""
+    with torch.device("meta"):
+        config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=1)
+        layer = LlamaForCausalLM(config).model.layers[0]
+    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+    assert sorted(calibration.SHAPES) == sorted((linear.in_features, linear.out_features) for linear in linears)
+    seconds = iter([1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0])  # a rate by the shapes' FLOPs
+    monkeypatch.setattr(calibration, "_best", lambda run, device, limit: next(seconds))
+    rates = [8 * 512 * (width // 16) * (out // 16) for width, out in calibration.SHAPES]
+    wanted = sorted(rate / taken for rate, taken in zip(rates, [1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0]))[3]
+    assert calibration._matmul(torch.device("cpu"), torch.float32, 1.0) == wanted

@@ -174,7 +174,7 @@ def attend_block_backward(
         wide = tuple(_for_all(query, states) for states in (key, value))
         total = F.pad(total, (0, -total.shape[-1] % 32), value=torch.inf)
         of_query, *of_states, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, *wide, None, out, total, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+            states[0], query, *wide, None, states[-1], total, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
         grads = of_query, *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in of_states)
     return grads

@@ -495,8 +495,8 @@ class FitReport:
         lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is frozen,"
         return (
             f"{self.model} ({parameters_word(self.parameters)} parameters){self.class_taken}{lora} on {question.gpus} x "
-            f"{question.device.name}, sequences of {question.seq_len} tokens{batch}{optimizer}; rates of "
-            f"{question.device.rates}."
+            f"{question.device.name}, sequences of {question.seq_len} tokens{batch}{optimizer}; "
+            f"{question.device.about}"
         )
 
     def table(self) -> Table:
