@@ -11,10 +11,11 @@ Together with a mask of ones and zeros, positions that restart are positions: a 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, base_model, join
-from nemo_like.distributed.context.parts import PackedRows, documents_of, once_for_all_layers, running
+from nemo_like.distributed.context.parts import PackedRows, documents_of, in_blocks, once_for_all_layers, running
 from nemo_like.distributed.context.stacks import counts_ids, counts_positions, sequence_mixers
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
@@ -296,10 +297,14 @@ class _MaskOfDocuments:
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
         rows = running.get()
+        if rows is None and in_blocks.get() and self._as_numbers:
+            return None
         if rows is None or not kwargs.get("q_length") == kwargs.get("kv_length") == rows.numbers.shape[1]:
             return self._own(*args, **kwargs)
         shape, numbers = kwargs["mask_function"], rows.numbers
         rows.apart = True
+        if in_blocks.get():
+            return None
 
         def within(b: Any, head: object, q: Any, k: Any) -> Any:
             return shape(b, head, q, k) & (numbers[b, q] == numbers[b, k])
@@ -307,6 +312,30 @@ class _MaskOfDocuments:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = self._own(*args, **kwargs | skips | {"mask_function": within})
         return once_for_all_layers(mask, kwargs["dtype"]) if self._as_numbers else mask
+
+
+@contextlib.contextmanager
+def masks_in_blocks(wanted: bool) -> Iterator[None]:
+    """Within it, if `wanted`, torch's attention gets no mask of documents and windows: as flex attention, it saves none."""
+    token = in_blocks.set(wanted)
+    try:
+        yield
+    finally:
+        in_blocks.reset(token)
+
+
+def makes_masks(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call of a transformers `model` with `arguments` gives torch's attention masks of documents or of
+    windows, which are of tokens by tokens."""
+    config: Any = text_config(getattr(base_model(model), "config", None))
+    tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.ndim == 2), None)
+    if getattr(config, ATTENTION, None) != "sdpa" or tokens is None:
+        return False
+    if any(name in arguments for name in _LENGTHS) or documents_of(arguments.get("position_ids"), len(tokens)) is not None:
+        return True
+    kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    return any(0 < (getattr(config, sizes[kind], 0) or 0) < tokens.shape[1] for kind in kinds & sizes.keys())
 
 
 # Documents as numbers, and their starts, positions and lengths.

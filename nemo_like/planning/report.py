@@ -20,8 +20,10 @@ from nemo_like._util.table import (
     screen_width,
     three_digits,
 )
+from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
+from nemo_like.distributed.documents import makes_masks, masks_in_blocks
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.account import Explained, account_of, dtype_of, setting
@@ -511,14 +513,15 @@ def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf
         step, query: the step and its query that `report` was made from.
     """
     for words, make in _changed(step, query):
-        try:
-            other = make()
-        except (ValueError, NotImplementedError):
-            continue  # a rule of the job, the model's positions, a part that is not planned
-        if other is None:
-            continue
-        limit = default_limit(other.job, other.device) if report.is_default_limit else report.limit
-        row = fastest_within(other, limit) or row_of("full", other, other.uniform("full"), limit)
+        with masks_in_blocks(words == FLEX):
+            try:
+                other = make()
+            except (ValueError, NotImplementedError):
+                continue  # a rule of the job, the model's positions, a part that is not planned
+            if other is None:
+                continue
+            limit = default_limit(other.job, other.device) if report.is_default_limit else report.limit
+            row = fastest_within(other, limit) or row_of("full", other, other.uniform("full"), limit)
         tokens = None if report.tokens is None else report.tokens * (2 if words == _TWICE else 1)
         same = words not in (_TWICE, _HALF) and "=" in words and other.job != query.job
         speed = replace(report, job=other.job, tokens=tokens).tokens_per_second(row)
@@ -526,6 +529,7 @@ def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf
 
 
 _TWICE, _HALF = "twice the sequence", "half the GPUs"
+FLEX = "attn_implementation='flex_attention', masks by blocks"
 
 
 def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], PlanQuery | None]]]:
@@ -534,6 +538,8 @@ def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], P
         yield _TWICE, lambda: step.query(job, seq_len=2 * step.seq_len)
     if job.ranks > 1 and job.ranks % 2 == 0:
         yield _HALF, lambda: query.under(job.change(world_size=job.ranks // 2))
+    if query.device.cuda is not None and makes_masks(step.model, split_sample(step.input[0])[1]):
+        yield FLEX, step.query
     for change in changes(job):
         if change.job.ac == job.ac:  # the report shows which ac= is best
             yield change.words, partial(query.changed, change.job)

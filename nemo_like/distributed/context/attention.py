@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from nemo_like.distributed.context.parts import (
     CURRENT,
     Attention,
+    BlocksOfMask,
     Parts,
     StackCall,
+    in_blocks,
     kept_apart,
     once_for_all_layers,
     parts_of,
@@ -87,6 +89,8 @@ def make_mask(
         return None  # padding is at the end, where no query of a token looks
     whole = q_length * call.parts.ranks
     looks = _looks(call, whole, kv_length, mask_function, attention_mask)
+    if implementation == "sdpa" and in_blocks.get():
+        return BlocksOfMask()
     if implementation == "flex_attention":
         length = whole if method.cuts_heads else q_length
         place = _rows_of_whole(call.parts, length)
@@ -213,6 +217,8 @@ class OfTransformers(Attention):
         return self.implementation == "sdpa"
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
+        if isinstance(mask, BlocksOfMask):
+            mask = None
         if isinstance(mask, Tensor) and mask.ndim == 2:  # with one query, transformers tests a mask's heads
             mask = mask[None, None]
         return self.function(self.module, query, key, value, mask, **self.arguments | {"is_causal": causal})

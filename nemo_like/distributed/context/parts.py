@@ -171,6 +171,14 @@ class PackedRows:
     apart: bool = False  # A mask was made from the numbers, or lengths go to the kernel.
 
 
+# True while a step is predicted in which flex attention has the masks of documents and windows.
+in_blocks: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_masks_in_blocks", default=False)
+
+
+class BlocksOfMask:
+    """Stands for a block mask then: no kernel is given a mask, and none skips a block."""
+
+
 # None: the rows of the call that runs are whole.
 running: contextvars.ContextVar[PackedRows | None] = contextvars.ContextVar("nemo_like_documents", default=None)
 
