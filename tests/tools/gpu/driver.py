@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import gzip
 import importlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import tarfile
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("check", "mode", "predicted", "measured", "ratio", "verdict", "seconds", "more")
-MOST_LINES = 60
-"""Lines of the table that is printed last: the whole is in ``table.md``."""
+COLUMNS = ("check", "mode", "unit", "predicted", "measured", "ratio", "verdict", "seconds", "more")
+MOST_PRINTED = 11_000
+"""Characters in all: a machine may return the last 12,000. The whole table is in ``table.md``."""
+MOST_ARCHIVED = 16 << 20
+"""Bytes of ``archive.tar``, which has the traces and snapshots: a machine may return 8 files of that size."""
+MOST_IMPORTING = 120
+"""Seconds in which a process must have imported, which is outside of its budget."""
 MISSING = 3
 """Exit code of a check after which no other one makes sense: torch has not the names that the package uses."""
 
@@ -35,62 +43,61 @@ class Check:
     seconds: int
     cpu_seconds: int = 300
     environment: Mapping[str, str] = field(default_factory=dict)
-    stand_ins: bool = True
-    """Put what torch 2.11 lacks in place first."""
 
 
 _HERE = "tests.tools.gpu"
 _SAME = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What cuBLAS requires to give the same bits in each run."""
+WARM_UP = Check(0, "warm-up", f"{_HERE}.preflight:warm_up", 120)
+"""Reads torch's libraries from a cold disk, outside of the budgets. On a CPU the driver itself has imported."""
 CHECKS = (
-    Check(0, "preflight", f"{_HERE}.preflight:check", 25),
-    Check(1, "kernels", f"{_HERE}.kernels:check", 25),
-    Check(2, "bitwise", f"{_HERE}.bitwise:check", 60, environment=_SAME),
-    Check(3, "verification", f"{_HERE}.bitwise:verification", 25, environment=_SAME),
-    Check(4, "plan", f"{_HERE}.memory:check", 60),
-    Check(
-        4,
-        "plan, expandable",
-        f"{_HERE}.memory:expandable",
-        25,
-        environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-    ),
-    Check(5, "step time", f"{_HERE}.speed:check", 85),
-    Check(6, "loss", f"{_HERE}.kernels:loss", 30),
-    Check(7, "offload", f"{_HERE}.speed:offload", 35, environment=_SAME),
-    Check(8, "split sequences", f"{_HERE}.ranks:sequences", 30),
-    Check(9, "FSDP2", f"{_HERE}.ranks:check", 30, environment=_SAME),
-    Check(10, "snapshots", f"{_HERE}.memory:snapshots", 20),
+    Check(0, "rates", f"{_HERE}.preflight:check", 30),
+    Check(1, "peaks", f"{_HERE}.memory:check", 70),
+    Check(2, "step time", f"{_HERE}.speed:check", 55),
+    Check(3, "bitwise", f"{_HERE}.bitwise:check", 50, environment=_SAME),
+    Check(4, "pretrain", f"{_HERE}.recipe:check", 40),
+    Check(5, "split sequences", f"{_HERE}.ranks:sequences", 30),
+    Check(6, "exchange of experts", f"{_HERE}.ranks:experts", 20),
+    Check(7, "compiled", f"{_HERE}.speed:compiled", 60),
+    Check(8, "offload", f"{_HERE}.speed:offload", 25, environment=_SAME),
+    Check(9, "FSDP2", f"{_HERE}.ranks:check", 25, environment=_SAME),
+    Check(10, "loss", f"{_HERE}.speed:loss", 25),
+    Check(11, "out of memory", f"{_HERE}.memory:out_of_memory", 30),
+    Check(12, "float8", f"{_HERE}.speed:float8", 15),
+    Check(13, "verification", f"{_HERE}.bitwise:verification", 25, environment=_SAME),
 )
-"""The cheapest and most informative come first. The seconds on a GPU are 450 in all; each process starts in 5 to 10."""
+"""The most valuable come first, so that a run which ends early has measured most. The seconds on a GPU are 500 in all."""
 
 
 class Run:
-    """What a check is given: where it runs, and where its rows go."""
+    """What a check is given: where it runs, and where its rows and files go."""
 
-    def __init__(self, check: Check, cpu: bool, out: Path, rows: Path) -> None:
-        self.check, self.cpu, self.out = check, cpu, out
-        self._rows, self._since = rows, time.monotonic()
+    def __init__(self, check: Check, cpu: bool, out: Path, folder: Path) -> None:
+        self.check, self.cpu, self.out, self.folder = check, cpu, out, folder
+        self.since = time.monotonic()
+
+    def keep(self, name: str, content: bytes) -> int:
+        """Put a file into the archive, and return the bytes that it takes there."""
+        packed = gzip.compress(content, 1)  # level 9 takes ten times as long for a tenth less
+        (self.folder / f"{name}.gz").write_bytes(packed)
+        return len(packed)
 
     def row(
         self,
         mode: str,
         predicted: Any = None,
         measured: Any = None,
+        unit: str = "",
         *,
-        ratio: float | None = None,
         ok: bool = True,
         verdict: str = "",
         **more: Any,
     ) -> None:
-        """Write one row. `ratio`: default measured / predicted, where both are numbers; `ok`: the prediction holds."""
-        both = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (predicted, measured))
-        if ratio is None and both and predicted:
-            ratio = measured / predicted
+        """Write one row as soon as it is measured. `unit`: of a quantity; `ok`: the prediction holds."""
         verdict = verdict or ("ok" if ok else "off")
-        row = _row(self.check, self._since, verdict, mode, predicted, measured, ratio, more)
-        self._since = time.monotonic()
-        with self._rows.open("a", encoding="utf-8") as file:
+        row = _row(self.check, self.since, verdict, mode, unit, predicted, measured, more)
+        self.since = time.monotonic()
+        with (self.folder / "rows").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=str) + "\n")
 
     def skip(self, mode: str, why: str) -> None:
@@ -114,15 +121,17 @@ def _row(
     since: float,
     verdict: str,
     mode: str = "",
+    unit: str = "",
     predicted: Any = None,
     measured: Any = None,
-    ratio: float | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a row as it is written; `since`: when what it is about began."""
+    both = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (predicted, measured))
+    ratio = measured / predicted if both and predicted else None
     seconds = round(time.monotonic() - since, 1)
     name = f"{check.number} {check.name}"
-    return dict(zip(COLUMNS, (name, mode, predicted, measured, ratio, verdict, seconds, more or {})))
+    return dict(zip(COLUMNS, (name, mode, unit, predicted, measured, ratio, verdict, seconds, more or {})))
 
 
 def _last_line(error: BaseException) -> str:
@@ -132,129 +141,234 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}"[:200]
 
 
-def _child(check: Check, cpu: bool, out: Path, rows: Path) -> None:
-    """Run one check: the target of its process."""
+def _child(check: Check, cpu: bool, out: Path, folder: Path, pipe: Any) -> None:
+    """Run one check: the target of its process. It imports while the check before runs, and waits for its turn."""
     os.setsid()  # so that processes which it starts end with it
-    log = os.open(out / "log.txt", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+    log = os.open(out / "log.txt", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(check.environment)  # before torch is imported, which reads the allocator's settings
-    run = Run(check, cpu, out, rows)
+    run = Run(check, cpu, out, folder)
     code = 1
     try:
-        if check.stand_ins:
+        if check.function.startswith(_HERE):  # not of a test
             importlib.import_module(f"{_HERE}.torch_2_11").put_in_place()
         module, _, name = check.function.partition(":")
-        getattr(importlib.import_module(module), name)(run)
+        function = getattr(importlib.import_module(module), name)
+        pipe.send("imported")
+        pipe.recv()
+        run.since, cpu_before = time.monotonic(), time.process_time()
+        function(run)
+        print(f"{check.name}: {time.process_time() - cpu_before:.1f} s of CPU time")
         code = 0
+    except SystemExit as error:
+        code = MISSING if error.code == MISSING else 1
     except Exception as error:  # noqa: BLE001 - it is a row
         traceback.print_exc()
         run.row("", verdict=f"failed: {_last_line(error)}")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's end: a hung NCCL or inductor worker would keep it.
-    if code == 0:
-        os._exit(0)
-    sys.exit(code)
+    os._exit(code)  # without the interpreter's end: a hung NCCL or inductor worker would keep it
 
 
 @dataclass
 class _Started:
     check: Check
     process: Any
-    rows: Path
-    since: float
+    folder: Path
+    pipe: Any
+    budget: int
+    created: float = field(default_factory=time.monotonic)
+    began: float | None = None
 
-    def ended(self, cpu: bool) -> list[dict[str, Any]] | None:
-        """Return its rows once it has ended or is over its budget; None: it still runs."""
-        budget, late = (self.check.cpu_seconds if cpu else self.check.seconds), ""
+    @classmethod
+    def of(cls, check: Check, cpu: bool, out: Path, folder: Path) -> _Started:
+        """Start the process of `check`, which imports."""
+        folder.mkdir()
+        context: Any = multiprocessing.get_context("fork" if cpu else "spawn")
+        pipe, other = context.Pipe()
+        process = context.Process(target=_child, args=(check, cpu, out, folder, other))
+        process.start()
+        other.close()  # so that a process which ends while it imports is noticed
+        return cls(check, process, folder, pipe, check.cpu_seconds if cpu else check.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began, or since its process was started."""
+        return time.monotonic() - (self.began or self.created)
+
+    def begin(self) -> None:
+        """Let the check run if it has imported: its budget begins now."""
+        if self.began is None and self.pipe.poll():
+            with contextlib.suppress(EOFError, OSError):  # it has ended: `ended` writes the row
+                self.pipe.recv()
+                self.pipe.send("begin")
+            self.began = time.monotonic()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows so far."""
+        path = self.folder / "rows"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def ended(self) -> bool:
+        """Return whether it has ended or is over its budget, with the row of that."""
+        late = ""
         if self.process.is_alive():
-            if time.monotonic() - self.since < budget:
-                return None
-            late = f"over its {budget} s"
+            waits = self.began is None and self.pipe.poll()  # it has imported
+            limit = MOST_IMPORTING if self.began is None else self.budget
+            if waits or self.seconds < limit:
+                return False
+            late = f"over its {limit} s" + " of importing" * (self.began is None)
+        self.kill()
+        code = self.process.exitcode
+        if code and code != MISSING and not any(row["mode"] == "" for row in self.rows()):
+            why = late or (f"signal {-code}" if code < 0 else f"exit code {code}")
+            self._add(_row(self.check, self.began or self.created, f"failed: {why}"))
+        return True
+
+    def kill(self) -> None:
+        """End it, and the processes that it started."""
+        if self.process.is_alive():
             self.process.kill()
         with contextlib.suppress(ProcessLookupError):
             # Workers of compilers; its number is not given away before `join`.
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
-        lines = self.rows.read_text(encoding="utf-8").splitlines() if self.rows.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        code = self.process.exitcode
-        if code and code != MISSING and not any(row["mode"] == "" for row in rows):
-            why = late or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            rows.append(_row(self.check, self.since, f"failed: {why}"))
-        return rows
+
+    def archive(self, out: Path) -> None:
+        """Put the files that it kept into the archive; what does not fit is a row."""
+        target = out / "archive.tar"
+        for path in sorted(self.folder.glob("*.gz")):
+            size = path.stat().st_size
+            # A header and padding of 512 bytes each; the end of a tar is rounded to 10,240.
+            if size + 1024 + 10_240 + (target.stat().st_size if target.exists() else 0) > MOST_ARCHIVED:
+                verdict = "skipped: left out, since archive.tar is full"
+                self._add(_row(self.check, time.monotonic(), verdict, path.name, "bytes", None, size))
+                continue
+            with tarfile.open(target, "a") as archive:
+                archive.add(path, f"{self.check.number}-{path.name}")
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        with (self.folder / "rows").open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps(row) + "\n")  # the last line of a killed process may be half
 
 
 def drive(checks: Sequence[Check], out: Path, cpu: bool) -> int:
-    """Run `checks` and write their rows; return the exit code. On the CPU two run at a time, and all are forks."""
+    """Run `checks` and write their rows; return the exit code. On the CPU two run at a time, and all are forks.
+
+    Two processes exist at any time: on a GPU the second imports and waits for its turn.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    (out / "archive.tar").unlink(missing_ok=True)
     if cpu:
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # two processes on two cores
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # offloading would take a GPU that is there
         # Importing takes 7 s. A process that has touched a GPU cannot be forked, so there each check imports for itself.
         importlib.import_module(f"{_HERE}.machine")
-    context = multiprocessing.get_context("fork" if cpu else "spawn")
+        gc.freeze()  # a collection takes 0.5 s with all modules, and there are 60
     waiting, running, table, code = list(enumerate(checks)), list[_Started](), list[dict[str, Any]](), 0
-    while waiting or running:
-        alone = bool(running) and running[0].check.number == 0  # without the names nothing else makes sense
-        while waiting and not alone and len(running) < (2 if cpu else 1):
-            index, check = waiting.pop(0)
-            rows = out / f".rows-{index}"
-            rows.unlink(missing_ok=True)
-            process: Any = context.Process(target=_child, args=(check, cpu, out, rows))  # type: ignore[attr-defined]
-            process.start()
-            running.append(_Started(check, process, rows, time.monotonic()))
-            alone = check.number == 0
-        time.sleep(0.05)
-        for started in list(running):
-            ended = started.ended(cpu)
-            if ended is None:
-                continue
-            running.remove(started)
-            started.rows.unlink(missing_ok=True)
-            table = sorted([*table, *ended], key=lambda row: int(row["check"].split()[0]))
-            _write(out, table)
-            print("\n".join(map(_line, ended)), flush=True)
-            if started.process.exitcode == MISSING:
-                waiting, code = [], MISSING
-    print("\n".join(["", *_shortened(table)]), flush=True)
+    left, known = MOST_PRINTED, -1
+    with tempfile.TemporaryDirectory() as scratch:
+        while waiting or running:
+            while waiting and len(running) < 2:
+                index, check = waiting.pop(0)
+                running.append(_Started.of(check, cpu, out, Path(scratch, str(index))))
+            # Without the names that check 0 looks for nothing else makes sense.
+            for started in running[: 2 if cpu and running[0].check.number else 1]:
+                started.begin()
+            time.sleep(0.05)
+            for started in [each for each in running if each.ended()]:
+                running.remove(started)
+                started.archive(out)
+                rows = started.rows()
+                table += rows
+                bad = sum(row["verdict"] != "ok" for row in rows)
+                left -= _say(f"{started.check.name}: {len(rows)} rows, {bad} not ok, {started.seconds:.0f} s")
+                if started.process.exitcode == MISSING:
+                    for other in running:
+                        other.kill()
+                    waiting, running, code = [], [], MISSING
+            so_far = [*table, *(row for started in running for row in started.rows())]
+            if len(so_far) != known:  # a run that is killed keeps the rows that it has measured
+                known = len(so_far)
+                table_now = sorted(so_far, key=lambda row: int(row["check"].split()[0]))
+                _write(out, table_now)
+    _say("\n".join(["", *_shortened(table_now, left - 2)]))
     failed = any(row["verdict"].startswith("failed") for row in table)
     return code or int(cpu and failed)
 
 
+def _say(text: str) -> int:
+    print(text, flush=True)
+    return len(text) + 1
+
+
 def _write(out: Path, table: list[dict[str, Any]]) -> None:
-    for name, text in (("table.md", "\n".join(_lines(table))), ("results.json", json.dumps(table, indent=1))):
+    texts = {
+        "table.md": "\n".join(_lines(table)),
+        "results.json": json.dumps(table, indent=1),
+        "predicted.md": "\n".join(_predicted(table)),
+    }
+    for name, text in texts.items():
         (out / f".{name}").write_text(text + "\n", encoding="utf-8")
         (out / f".{name}").replace(out / name)  # whole at any moment
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "/")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return "" if value is None else str(value).replace("|", "/").replace("\n", " ")
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return f"| {' | '.join(_cell(row[name]) for name in COLUMNS)} |"
+def _line(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [_line({name: name for name in COLUMNS}), "|---" * len(COLUMNS) + "|", *map(_line, table)]
+    return [_line(COLUMNS), "|---" * len(COLUMNS) + "|", *(_line(row.values()) for row in table)]
 
 
-def _shortened(table: list[dict[str, Any]]) -> list[str]:
-    """Return the table in `MOST_LINES`: what is as predicted goes first."""
-    left = len(table) + 3 - MOST_LINES
-    if left <= 0:
-        return _lines(table)
-    fine = [id(row) for row in table if row["verdict"] == "ok"][-left:]
-    shown = [row for row in table if id(row) not in fine]
-    return [*_lines(shown)[: MOST_LINES - 1], f"{len(table) - len(shown)} more rows are ok: see table.md"]
+def _predicted(table: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the page of the predictions beside what was measured, for ``docs/evidence/gpu``."""
+    yield "# Predicted and measured"
+    for row in table:
+        if row["mode"] == "versions":
+            yield f"\ntorch {row['measured']}, {_cell(row['more'])}; {time.strftime('%Y-%m-%d', time.gmtime())}."
+    yield "\n" + _line(("check", "mode", "unit", "predicted", "measured", "measured - predicted, %"))
+    yield "|---" * 6 + "|"
+    for row in table:
+        if row["unit"] and row["ratio"] is not None:
+            yield _line((*(row[name] for name in COLUMNS[:5]), f"{100 * (row['ratio'] - 1):+.1f}"))
+
+
+def _shortened(table: Sequence[Mapping[str, Any]], most: int) -> list[str]:
+    """Return the table in `most` characters: quantities first, then failures; checks that are ok come last and go first."""
+    order = sorted(table, key=_rank)
+    lines = {id(row): _short(row) for row in order}
+    left = most - 40
+    shown = set[int]()
+    for row in sorted(order, key=lambda row: (1, 0, 2)[_rank(row)]):  # no failure is left out for a quantity
+        left -= len(lines[id(row)]) + 1
+        if left >= 0:
+            shown.add(id(row))
+    hidden = len(order) - len(shown)
+    return [lines[id(row)] for row in order if id(row) in shown] + [f"{hidden} more rows: see table.md"] * (hidden > 0)
+
+
+def _rank(row: Mapping[str, Any]) -> int:
+    if row["verdict"] in ("ok", "off") and row["unit"]:
+        return 0
+    return 1 if row["verdict"] != "ok" else 2
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    number, verdict = row["check"].split()[0], "" if row["verdict"] == "ok" else row["verdict"]
+    ratio = None if row["ratio"] is None else f"x{row['ratio']:.3g}"
+    cells = (verdict, row["predicted"], row["measured"], row["unit"], ratio, row["more"])
+    return f"{number} {row['mode']}: {' | '.join(filter(None, map(_cell, cells)))}"[:100]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,4 +385,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only names {min(unknown)}; the checks are 0 to {CHECKS[-1].number}.")
     checks = [check for check in CHECKS if not wanted or check.number in wanted]
-    return drive(checks, Path(options.out).resolve(), options.cpu)
+    return drive(checks if options.cpu else [WARM_UP, *checks], Path(options.out).resolve(), options.cpu)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import json
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ T = TypeVar("T")
 KERNELS, COPIES = ("kernel",), ("gpu_memcpy",)
 """Categories of a trace of CUDA; on the CPU operators stand for kernels, and there is no copy."""
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
+
+
+_ATTENTION = re.compile(r"flash|fmha|sdpa|_dot_product_\w+_attention(?!_math)")
 
 
 class Event(NamedTuple):
@@ -59,12 +63,11 @@ class Machine:
             "moe": self.pick((2048, 6144, 32, 4, 32_000), (64, 128, 4, 2, 128)),
         }[kind]
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        fixed: dict[str, Any] = {"max_position_embeddings": 1 << 17, "attn_implementation": "sdpa", "use_cache": False}
         if kind == "moe":
             experts = self.pick((32, 8, 768, 128), (4, 2, 64, 16))
-            more = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "head_dim")
-            options = dict(zip(more, experts)) | options
-        options = {"max_position_embeddings": 1 << 17, "attn_implementation": "sdpa", "use_cache": False} | options
-        return MODELS[kind][0](num_hidden_layers=layers, **dict(zip(names, sizes)), **options)
+            fixed |= zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "head_dim"), experts)
+        return MODELS[kind][0](num_hidden_layers=layers, **fixed | dict(zip(names, sizes)) | options)
 
     def model(self, layers: int, kind: str = "llama", place: str | torch.device | None = None, **options: Any) -> Any:
         """Return that model, always with the same random weights, on the device or on `place`."""
@@ -87,8 +90,11 @@ class Machine:
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype).requires_grad_(grad)
 
     def same_bits(self, wanted: bool) -> None:
-        """Have kernels give the same bits in each run, or not: flash attention's backward adds in any order by default."""
-        torch.use_deterministic_algorithms(wanted, warn_only=True)
+        """Have kernels give the same bits in each run, or not: flash attention's backward adds in any order by default.
+
+        With ``warn_only=True`` torch would warn and run the kernels of attention that add in any order.
+        """
+        torch.use_deterministic_algorithms(wanted, warn_only=False)
         # It would write to new memory, on another stream than that which offloading copies to it on.
         settings: Any = torch.utils.deterministic
         settings.fill_uninitialized_memory = False
@@ -140,8 +146,10 @@ class Machine:
         before = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there}
         return sum(before.values()) + max(cpu_events(call)), None
 
-    def trace(self, call: Callable[[], Any], path: Path, host: bool = False) -> list[Event]:
-        """Return the kernels and copies of `call`, whose trace for Perfetto is left at `path` (``.json.gz``).
+    def trace(
+        self, call: Callable[[], Any], host: bool = False, keep: Callable[[bytes], Any] = lambda text: None
+    ) -> list[Event]:
+        """Return the kernels and copies of `call`; `keep` gets the trace for Perfetto.
 
         host: also trace the operators of the host, and take those for kernels that `record_function` names.
         """
@@ -150,16 +158,26 @@ class Machine:
         with quiet_profiler(), profile(activities=activities + [ProfilerActivity.CPU] * on_host) as profiler:
             call()
             self.wait()
-        profiler.export_chrome_trace(str(path))  # compressed by its suffix
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            text = path.read_bytes()
+        keep(text)
         kinds = ("user_annotation",) if host else (*KERNELS, *COPIES) if self.is_cuda else ("cpu_op",)
         found = [
             Event(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"], int((e.get("args") or {}).get("bytes", 0)))
-            for e in events
+            for e in json.loads(text)["traceEvents"]
             if e.get("cat") in kinds and "dur" in e
         ]
         return sorted(found, key=lambda event: event.start)
+
+    def attention(self, call: Callable[[], T]) -> tuple[T, str]:
+        """Return the result of `call`, and the kernels (on the CPU the operators) that its attention ran."""
+        results: list[T] = []
+        events = self.trace(lambda: results.append(call()))
+        names = {re.sub(r"^void |<.*|\(.*|^aten::", "", event.name) for event in events}
+        fused = sorted(name[:60] for name in names if _ATTENTION.search(name))
+        return results[0], " ".join(fused) or "math"
 
 
 def covered(events: Sequence[Event]) -> list[tuple[float, float]]:
@@ -175,15 +193,7 @@ def covered(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 def common(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
     """Return the microseconds that spans have in common; of each list none overlap."""
-    total, at = 0.0, 0
-    for start, end in one:
-        while at < len(other) and other[at][1] <= start:
-            at += 1
-        for begin, stop in other[at:]:
-            if begin >= end:
-                break
-            total += min(end, stop) - max(start, begin)
-    return total
+    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in one for begin, stop in other)
 
 
 def training(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> Callable[[int], None]:

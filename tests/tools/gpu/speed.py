@@ -1,29 +1,34 @@
-"""Check 5: step times of the modes beside torch's own. Check 7: what of the copies of offloading lies under compute."""
+"""Check 2: step times of the modes together with torch's own; AdamW. Check 7: compiled layers. Check 8: the copies of
+offloading. Check 10: head and loss in chunks. Check 12: matmuls in float8."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_like import Job, predict
 from nemo_like._util.module_tree import bare_name
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.bench.measured_step import compare_gradients, gradients_of, step_loss, take_turns, zero_gradients
 from nemo_like.bench.modes import Mode, our_modes, peer_modes
 from nemo_like.layers import find_layers
+from nemo_like.losses import chunked_cross_entropy
 from nemo_like.offload import offloader_of
-from nemo_like.options import OffloadConfig
+from nemo_like.options import ChunkedLoss, OffloadConfig
 from tests.tools.benchmarks.overhead import parity_contexts
 from tests.tools.gpu.driver import Run
-from tests.tools.gpu.machine import COPIES, KERNELS, Machine, common, covered
+from tests.tools.gpu.machine import COPIES, KERNELS, Machine, common, covered, training
+from tests.tools.gpu.memory import Plans, write_peaks
 from tests.tools.gpu.torch_2_11 import NO_POLICIES, OLDER
 
 EAGER = (
@@ -38,15 +43,18 @@ EAGER = (
     "selective + offload saved",
     "torch: save_on_cpu",
 )
+STATS = ("moved_bytes", "offload_stalls", "reload_stalls", "prefetched", "reloads", "host_reserved_bytes")
+PLANNED = ("none", "full", "selective", "50%")
 SHORT = ("none", "full", "selective", "torch: checkpoint per layer", "torch: selective, same operators")
 """Of rows so short that the host is the bottleneck."""
 
 
 def _modes() -> dict[str, Mode]:
     modes = [*our_modes(("50%",)), *peer_modes()]
+    hugging_face: Any = lambda model, sample: model.gradient_checkpointing_enable({"use_reentrant": False})  # noqa: E731
     modes += [
         Mode("torch: selective, same operators", _torch_selective, peer=True),
-        Mode("Hugging Face: gradient checkpointing", _hugging_face, peer=True),
+        Mode("Hugging Face: gradient checkpointing", hugging_face, peer=True),
     ]
     return {mode.name.removeprefix("budget "): mode for mode in modes}
 
@@ -59,44 +67,26 @@ def _torch_selective(model: nn.Module, sample: object) -> None:
         layer.module.forward = run
 
 
-def _hugging_face(model: Any, sample: object) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def check(run: Run) -> None:
-    """Let the modes take turns, on short rows, on long ones and compiled."""
+    """Let the modes take turns, on long rows and on short ones; then measure AdamW."""
     machine = Machine(run.cpu)
-    layers = machine.pick(4, 2)
-    repeats, warmup = machine.pick((7, 3), (3, 1))
-    base = machine.model(layers)
-    compiled = [f"{name} + {machine.pick('inductor', 'aot_eager')}" for name in SHORT[: machine.pick(3, 2)]]
-    for names, length in (
-        (SHORT, machine.pick(512, 16)),
-        (EAGER, machine.pick(8192, 64)),
-        (compiled, machine.pick(8192, 64)),
-    ):
-        _turns(run, machine, base, names, machine.batch(1, length), repeats, warmup)
+    base = machine.model(machine.pick(4, 2))
+    for names, length in ((EAGER, machine.pick(8192, 64)), (SHORT[: machine.pick(5, 1)], machine.pick(512, 16))):
+        _turns(run, machine, base, names, machine.batch(1, length))
         machine.settle()
+    _optimizers(run, machine, base, machine.batch(1, machine.pick(512, 16)))
 
 
-def _turns(
-    run: Run, machine: Machine, base: nn.Module, names: Sequence[str], batch: Any, repeats: int, warmup: int
-) -> None:
+def _turns(run: Run, machine: Machine, base: nn.Module, names: Sequence[str], batch: Any) -> None:
     tokens, known = batch["input_ids"].numel(), _modes()
     models: dict[str, nn.Module] = {}
     for name in names:
         with run.guarded(f"{name}, {tokens} tokens"):
-            mode, _, backend = (
-                name.partition(" + ") if name.split(" + ")[-1] in ("inductor", "aot_eager") else (name, "", "")
-            )
-            if not (known[mode].on_cpu or machine.is_cuda):
+            if not (known[name].on_cpu or machine.is_cuda):
                 run.skip(f"{name}, {tokens} tokens", "no GPU")
                 continue
-            if OLDER and backend and mode == "selective":
-                run.skip(f"{name}, {tokens} tokens", NO_POLICIES)
-                continue
             model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
-            (known[mode].under(backend) if backend else known[mode]).prepare(model, batch)
+            known[name].prepare(model, batch)
             zero_gradients(model)
             step_loss(model, batch).backward()  # a mode that cannot run is left out here
             models[name] = model
@@ -105,9 +95,10 @@ def _turns(
         return lambda: step_loss(model, batch).backward()
 
     steps = [step_of(model) for model in models.values()]
+    repeats, warmup = machine.pick((7, 3), (3, 0))
     times = take_turns(steps, machine.device, repeats, warmup, lambda index: zero_gradients(base))
     milliseconds = {name: statistics.median(taken) for name, taken in zip(models, times)}
-    predicted = _predicted(machine, base, batch) if names[0] == "none" else {}
+    plans = Plans(machine, base, batch)
     for (name, ms), taken, step in zip(milliseconds.items(), times, steps, strict=True):
         with run.guarded(f"{name}, {tokens} tokens"):
             peak, _ = machine.peaks(step, base.parameters()) if machine.is_cuda else (None, None)
@@ -115,33 +106,82 @@ def _turns(
             begun = time.process_time()  # backward has a thread of its own
             step()
             host = 1000 * (time.process_time() - begun)
-            events = machine.trace(step, run.out / ".trace.json.gz") if machine.is_cuda else []
-            kernels = covered([event for event in events if event.kind in KERNELS])
-            busy = sum(stop - start for start, stop in kernels) / (kernels[-1][1] - kernels[0][0]) if kernels else None
-            first = next(iter(milliseconds.values()))
-            others: dict[str, Any] = {"to_none": ms / first} if names[0] == "none" else {}
-            if "torch: selective, same operators" in milliseconds:
-                others["to_torch_selective"] = ms / milliseconds["torch: selective, same operators"]
-            spread = (max(taken) - min(taken)) / ms
+            compared = {"none": "to_none", "torch: selective, same operators": "to_torch_selective"}
+            others = {title: ms / milliseconds[other] for other, title in compared.items() if other in milliseconds}
             # Times are data: only that a mode runs is judged.
             run.row(
                 f"{name}, {tokens} tokens",
-                predicted.get(name),
+                1000 * plans.row(name, optimizer="sgd").seconds if name in PLANNED else None,
                 ms,
-                spread=spread,
-                host_ms=host,
-                busy=busy,
-                peak=peak,
+                "ms",
                 **others,
+                spread=(max(taken) - min(taken)) / ms,
+                host_ms=host,
+                peak=peak,
             )
-    (run.out / ".trace.json.gz").unlink(missing_ok=True)
 
 
-def _predicted(machine: Machine, base: nn.Module, batch: Any) -> dict[str, float]:
-    """Return the milliseconds that plans predict, without those of the optimizer, for the modes that have a plan."""
-    job = Job.of("single", device=machine.device, optimizer="sgd")
-    report = predict(base, job, sample_input=batch, budgets=("50%",))
-    return {row.ac: 1000 * row.seconds for row in report.rows}
+def _optimizers(run: Run, machine: Machine, model: nn.Module, batch: Any) -> None:
+    """Measure a step of AdamW, and the bytes that it takes in addition to the state; plans predict both."""
+    zero_gradients(model)
+    plans = Plans(machine, model, batch)
+    for word in ("adamw-fused", "adamw-foreach"):
+        with run.guarded(word):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **{word.partition("-")[2]: True})
+            optimizer.step()
+            machine.settle()
+            before = torch.cuda.memory_allocated() if machine.is_cuda else 0
+            peak, _ = machine.peaks(optimizer.step)
+            sgd, adamw = (plans.row("none", optimizer=each) for each in ("sgd", word))
+            run.row(f"{word}: step", 1000 * (adamw.seconds - sgd.seconds), machine.ms(optimizer.step), "ms")
+            run.row(f"{word}: temporaries", adamw.plan.peak.get(Part.OPTIMIZER_STEP, 0), peak - before, "bytes")
+            del optimizer
+
+
+def compiled(run: Run) -> None:
+    """Compile the layers of one mode after the other: time and peak of each are written before the next one begins."""
+    machine = Machine(run.cpu)
+    layers, batch = machine.pick(4, 2), machine.batch(1, machine.pick(8192, 64))
+    compiler = machine.pick("inductor", "aot_eager")
+    plans = Plans(machine, machine.model(layers, place="meta"), batch)
+    for ac in machine.pick(("none", "full", "selective"), ("none",)):
+        name = f"{ac} + {compiler}"
+        if OLDER and ac == "selective":
+            run.skip(name, NO_POLICIES)
+            continue
+        with run.guarded(name):
+            machine.settle()
+            model = machine.parallelize(machine.model(layers), ac, batch, compile=compiler)
+            begun = time.perf_counter()
+            steps = training(model, batch, torch.optim.SGD(model.parameters(), lr=1e-4))
+            steps(2)
+            machine.wait()
+            run.row(f"{name}: first two steps", None, time.perf_counter() - begun, "s")
+            allocated, reserved = machine.peaks(lambda: steps(2), model.parameters())  # noqa: B023
+            ms = machine.ms(lambda: steps(1), machine.pick(7, 2))  # noqa: B023
+            # Tracing for a plan takes seconds, so what is measured is written before.
+            run.row(f"{name}: measured", None, ms, "ms", allocated=allocated, reserved=reserved)
+            row = plans.row(ac, optimizer="sgd", compile=compiler)
+            run.row(name, 1000 * row.seconds, ms, "ms")
+            write_peaks(run, name, row, allocated, reserved)
+
+
+def float8(run: Run) -> None:
+    """Train in float8 and in bfloat16: milliseconds of a step, the loss and the peak."""
+    machine = Machine(run.cpu)
+    if importlib.util.find_spec("torchao") is None:
+        run.skip("float8", "no package torchao")
+        return
+    layers, batch, losses = machine.pick(4, 1), machine.batch(1, machine.pick(8192, 64)), list[float]()
+    for precision in ("bf16", "fp8"):
+        with run.guarded(precision):
+            machine.settle()
+            model = machine.parallelize(machine.model(layers), "none", batch, precision=precision)
+            losses.append(step_loss(model, batch).item())
+            step = lambda: step_loss(model, batch).backward()  # noqa: B023, E731
+            peak, _ = machine.peaks(step, model.parameters())
+            ms, near = machine.ms(step, machine.pick(5, 1), machine.pick(2, 0)), abs(losses[-1] / losses[0] - 1) <= 0.02
+            run.row(f"{precision}: step", None, ms, "ms", ok=near, loss=losses[-1], peak=peak)
 
 
 def offload(run: Run) -> None:
@@ -151,7 +191,8 @@ def offload(run: Run) -> None:
     junk = machine.pick(1 << 29, 1 << 12)
     machine.same_bits(True)
     wanted = gradients_of(machine.parallelize(machine.model(layers), "full"), batch)
-    for mode, ac in (("boundary", "full"), ("saved", "selective"), ("all", "none")):
+    ways = (("boundary", "full"), ("saved", "selective"), ("all", "none"))
+    for mode, ac in ways[: machine.pick(3, 2)]:
         machine.settle()
         with run.guarded(mode):
             # By default tensors below a MiB stay: the tiny model has none above.
@@ -166,17 +207,12 @@ def offload(run: Run) -> None:
             first = time.perf_counter() - begun
             zero_gradients(model)
             step_loss(model, batch).backward()
-            before = offloader.stats.as_dict()
-
-            def steps() -> None:
-                for _ in range(2):
-                    step_loss(model, batch).backward()  # noqa: B023
-
-            events = machine.trace(steps, run.out / f"trace-{mode}.json.gz")
-            after = offloader.stats.as_dict()
-            names = ("moved_bytes", "offload_stalls", "reload_stalls", "prefetched", "reloads")
-            more = {name: after[name] - before[name] for name in names}
-            more |= {name: after[name] for name in ("host_reserved_bytes", "host_peak_live_bytes")}
+            events = machine.trace(
+                lambda: [step_loss(model, batch).backward() for _ in range(2)],  # noqa: B023
+                keep=functools.partial(run.keep, f"trace-{mode}.json"),
+            )
+            stats = offloader.stats.as_dict()
+            more: dict[str, Any] = {name: stats[name] for name in STATS}
             # A copy on the device is one of its kernels, in other words.
             copies = [e for e in events if e.kind in COPIES and ("DtoH" in e.name or "HtoD" in e.name)]
             under = common(covered(copies), covered([e for e in events if e.kind in KERNELS]))
@@ -191,18 +227,25 @@ def offload(run: Run) -> None:
                 f"{mode}: copies under kernels",
                 0.8,
                 share,
+                "share",
                 ok=more["moved_bytes"] > 0 and (share >= 0.8 if share is not None else not machine.is_cuda),
                 first_s=first,
                 **more,
             )
+            result, attention = machine.attention(lambda: _race(machine, model, batch, wanted, junk))  # noqa: B023
             run.row(
-                f"{mode}: bitwise, freed memory overwritten", "bitwise", *_race(machine, model, batch, wanted, junk)
+                f"{mode}: bitwise, freed memory overwritten",
+                "bitwise",
+                result,
+                ok=result == "bitwise",
+                attention=attention,
             )
 
 
-def _race(machine: Machine, model: nn.Module, batch: Any, wanted: dict[str, torch.Tensor], junk: int) -> tuple[str]:
+def _race(machine: Machine, model: nn.Module, batch: Any, wanted: dict[str, torch.Tensor], junk: int) -> str:
     """Return how the gradients of steps compare, where between forward and backward freed memory is filled with NaN."""
-    for _ in range(machine.pick(20, 3)):
+    results = set[str]()
+    for _ in range(machine.pick(20, 2)):
         for parameter in model.parameters():
             parameter.grad = None
         torch.manual_seed(0)
@@ -211,7 +254,45 @@ def _race(machine: Machine, model: nn.Module, batch: Any, wanted: dict[str, torc
         del nothing
         loss.backward()
         got = {bare_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-        result = compare_gradients(wanted, got)
-        if result != "bitwise":
-            return (result,)
-    return ("bitwise",)
+        results.add(compare_gradients(wanted, got))
+    return " ".join(sorted(results))
+
+
+def loss(run: Run) -> None:
+    """Measure the head and cross entropy of Llama 3, whole and in chunks, and their gradients against float64."""
+    machine = Machine(run.cpu)
+    width, vocabulary, tokens = machine.pick((4096, 128_256, 16_384), (64, 512, 256))
+    torch.manual_seed(0)
+    hidden = machine.normal(tokens, width, grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device=machine.device)
+    head = nn.Linear(width, vocabulary, bias=False, device="meta")
+    head.weight = nn.Parameter(machine.normal(vocabulary, width) * width**-0.5)
+    some = slice(0, min(512, tokens))  # whose logits in float64 are 0.5 GB
+    wide = hidden.detach()[some].double().requires_grad_()
+    logits = wide @ head.weight.detach().double().t()
+    (exact,) = torch.autograd.grad(F.cross_entropy(logits, labels[some], reduction="sum") / tokens, wide)
+    del logits
+
+    chunked = functools.partial(chunked_cross_entropy, hidden, head, labels)
+    cases: dict[str, Callable[[], Any]] = {
+        "whole": lambda: F.cross_entropy(head(hidden).float(), labels),
+        "chunked": chunked,
+    }
+    if machine.is_cuda:  # it compiles for seconds
+        cases["chunked, inductor"] = functools.partial(chunked, options=ChunkedLoss(compile="inductor"))
+    errors = list[float]()
+    for name, call in cases.items():
+        with run.guarded(name):
+
+            def step(call: Callable[[], torch.Tensor] = call) -> None:
+                hidden.grad = head.weight.grad = None
+                call().backward()
+
+            step()  # compiles
+            peak, _ = machine.peaks(step, (hidden, head.weight, labels))
+            assert hidden.grad is not None
+            error, ms = ((hidden.grad[some] - exact).norm() / exact.norm()).item(), machine.ms(step)
+            errors.append(error)
+            # Chunks round as the whole does: once to the gradients' dtype.
+            run.row(name, None, ms, "ms", ok=error <= 2 * errors[0], peak=peak, error=error)
+        machine.settle()
