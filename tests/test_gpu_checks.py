@@ -149,7 +149,9 @@ def test_a_check_imports_while_the_one_before_runs_and_outside_of_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = "import pathlib, time; time.sleep(1.2); pathlib.Path(__file__).with_name('imported').touch()"
-    (tmp_path / "slow_to_import.py").write_text(f"{lines}\ncheck = lambda run: run.row('')\n", encoding="utf-8")
+    (tmp_path / "slow_to_import.py").write_text(
+        f"{lines}\ncheck = lambda run: (time.sleep(0.2), run.row(''))\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (first,) = _checks("waiting_for_an_import")
     late = Check(2, "late", "slow_to_import:check", seconds=1)

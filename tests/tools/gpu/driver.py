@@ -359,9 +359,8 @@ def _shortened(table: Sequence[Mapping[str, Any]], most: int) -> list[str]:
 
 
 def _rank(row: Mapping[str, Any]) -> int:
-    if row["verdict"] in ("ok", "off") and row["unit"]:
-        return 0
-    return 1 if row["verdict"] != "ok" else 2
+    is_measured = row["verdict"] in ("ok", "off") and row["unit"]
+    return 0 if is_measured else 1 if row["verdict"] != "ok" else 2
 
 
 def _short(row: Mapping[str, Any]) -> str:

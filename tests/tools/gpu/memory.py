@@ -55,10 +55,8 @@ class Plans:
 def check(run: Run) -> None:
     """Compare the peaks of every mode, then train under a budget with no more memory than that."""
     machine = Machine(run.cpu)
-    layers, batch = (
-        machine.pick(8, 2),
-        machine.batch(2, machine.pick(8192, 64)),
-    )  # up to 16 GB of states, 40 of activations
+    # On a GPU 16 GB of states and up to 40 GB of activations.
+    layers, batch = machine.pick(8, 2), machine.batch(2, machine.pick(8192, 64))
     llama, experts = (Plans(machine, machine.model(layers, kind, place="meta"), batch) for kind in ("llama", "moe"))
     acs = machine.pick(("none", "full", "selective", "40%", "70%"), ("full", "40%"))
     cases: list[tuple[str, str, str, dict[str, Any]]] = [(ac, ac, "llama", {}) for ac in acs]
@@ -76,9 +74,7 @@ def check(run: Run) -> None:
         none, full = (llama.row(ac).need.bytes for ac in ("none", "full"))
         best = fastest_within(llama.query(), limit := (none + full) // 2)
         assert best is not None
-        run.row(
-            "fastest plan within a budget", limit, best.need.bytes, "bytes", ok=best.need.bytes <= limit, ac=best.ac
-        )
+        run.row("fastest plan within a budget", limit, best.need.bytes, ok=best.need.bytes <= limit, ac=best.ac)
         if machine.is_cuda:
             allocated, reserved = _with_at_most(machine, limit, lambda: _peaks(machine, layers, batch, best))
             run.row(f"fastest plan: {best.ac}", best.need.bytes, reserved, "bytes", allocated=allocated)
@@ -106,6 +102,7 @@ def _peaks(
     machine: Machine, layers: int, batch: Any, row: ReportRow, kind: str = "llama", **options: Any
 ) -> tuple[int, int | None]:
     """Return the most bytes allocated and reserved in the first three steps."""
+    machine.settle()  # parts of old segments, which the new weights would keep, are reserved bytes
     ac = row.ac if row.ac in MODES else row.plan
     model = machine.parallelize(machine.model(layers, kind), ac, batch, **options)
     machine.settle()
@@ -113,7 +110,7 @@ def _peaks(
     return machine.peaks(lambda: steps(machine.pick(3, 2)), model.parameters())
 
 
-def _with_at_most(machine: Machine, limit: int, call: Callable[[], Any]) -> Any:
+def _with_at_most(machine: Machine, limit: float, call: Callable[[], Any]) -> Any:
     """Return the result of `call`, in which the allocator reserves no more than `limit` bytes."""
     machine.settle()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(machine.device).total_memory)
@@ -139,23 +136,22 @@ def out_of_memory(run: Run) -> None:
                 # With the weights in the recording, as `explain` names parts by where they were made.
                 training(machine.parallelize(machine.model(layers), ac, **options), batch)(2)
 
-            message, snapshot = _recorded(machine, train, int(0.9 * none.need.bytes))
+            limit = none.need.bytes * (0.85 if name == "none" else 1.0)
+            message, snapshot = _recorded(machine, train, limit)
             size = run.keep(f"snapshot-{name}.pickle", pickle.dumps(snapshot))
             run.row(f"snapshot of {name}", None, size, "bytes", message=message)
             if name == "none":
                 run.keep("out-of-memory.txt", message.encode())
-                run.row(
-                    "out of memory: allocated", none.need.bytes, explain(message).peak_bytes, "bytes", ok=bool(message)
-                )
+                run.row("out of memory: allocated", None, explain(message).peak_bytes, "bytes", limit=limit)
             if name == "none" and machine.is_cuda:
                 job = Job.of("single", device=machine.device, ac="none")
                 answer = explain(snapshot, model=model, job=job, sample_input=batch)
                 share = answer.named_bytes / answer.peak_bytes
-                run.row("explain: share of bytes with a name", 1.0, share, "share", ok=share > 0.95, where=answer.where)
+                run.row("explain: share of bytes with a name", None, share, ok=share > 0.95, where=answer.where)
         machine.settle()
 
 
-def _recorded(machine: Machine, train: Callable[[], Any], limit: int) -> tuple[str, Any]:
+def _recorded(machine: Machine, train: Callable[[], Any], limit: float) -> tuple[str, Any]:
     """Return the message of memory that runs out while `train` runs in `limit` bytes, and the allocator's recording."""
     if not machine.is_cuda:
         return MESSAGE, cpu_events(train)
