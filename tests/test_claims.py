@@ -186,6 +186,18 @@ def test_evidence_is_short_begins_with_a_result_and_names_no_commit() -> None:
         assert not re.search(r"\bcommit\b|`[0-9a-f]{7,8}`|\bat [0-9a-f]{7}\b", text), name
 
 
+def test_bitwise_is_claimed_where_kernels_are_deterministic_or_for_the_cpu() -> None:
+    """Judge: PyTorch's notes on reproducibility; attention's backward on a GPU is not deterministic by default."""
+    pages = ["README.md", "docs/faq.md", "docs/CONTRIBUTING.md", *(ROOT / "docs").glob("*/*.md")]
+    for page in (ROOT / page for page in pages):
+        if page.parent != EVIDENCE:  # whose pages say that all was run on CPUs
+            for part in page.read_text(encoding="utf-8").split("\n\n"):
+                if re.search(r"[Gg]radients.*bitwise|bitwise.*gradients", part, re.S):
+                    assert re.search(r"deterministic|CPU|gloo", part), (page, part)
+    lines = ("use_deterministic_algorithms(True)", "CUBLAS_WORKSPACE_CONFIG", "warn_only=True attention stays")
+    assert all(line in _text("docs/faq.md") for line in lines)
+
+
 # How it is built
 
 

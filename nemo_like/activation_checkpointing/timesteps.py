@@ -21,7 +21,8 @@ Cell = Callable[[Any, Any], tuple[Any, Any]]  # (input of one step, state) → (
 def checkpoint_timesteps(
     cell: Cell | nn.RNNCellBase, inputs: Tensor | Sequence[Any], state: object, chunk_size: int | None = None
 ) -> tuple[Any, Any]:
-    """Unroll `cell` over time and recompute it in backward chunk by chunk. Gradients are bitwise those of a plain loop.
+    """Unroll `cell` over time and recompute it in backward chunk by chunk. Where kernels are deterministic,
+    gradients are bitwise those of a plain loop.
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``; or an `nn.RNNCell`, `nn.GRUCell` or `nn.LSTMCell` as it is, whose

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_like import cli, fit, parallelize, predict
+from nemo_like import Job, cli, fit, parallelize, predict
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.op_lookup import find_op
 from nemo_like.activation_checkpointing.engine.handles import RegionError
@@ -23,6 +24,7 @@ from nemo_like.cli import main
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.models import check_positions
 from nemo_like.planning import plan_for
+from nemo_like.planning.report import FLEX
 from tests.checks import assert_bitwise, step
 from tests.models.blocks import checkpoint_region
 from tests.models.fit_models import llama
@@ -443,3 +445,33 @@ def test_a_sample_with_pictures_runs_all_towers(caplog: pytest.LogCaptureFixture
     assert len(plan.layers) == 5 and "did not run" not in caplog.text
     plan_for(model, ac="60%", sample_input={"input_ids": ids[:, 16:], "labels": ids[:, 16:]}, gpu="cpu")
     assert "3 x CLIPEncoderLayer (vision) did not run with the sample input" in caplog.text
+
+
+@pytest.mark.parametrize(("cp", "tokens"), [(1, 2048), (4, 4096)])
+def test_masks_of_tokens_by_tokens_have_a_way_out_with_its_bytes(cp: int, tokens: int) -> None:
+    """Judges: the same model without windows and without documents, whose attention has no mask; and a plain model's
+    table, which has no such line."""
+
+    def report(model: type[nn.Module], documents: int, **options: Any) -> tuple[int, dict[str, int]]:
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 256}
+        kind: Any = model.config_class
+        config = kind(**sizes, num_attention_heads=4, num_key_value_heads=4, **options)
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        positions = torch.arange(tokens)[None] % (tokens // documents)
+        sample = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        job = Job.of("fsdp2", gpu="h100-80gb", optimizer="sgd", cp=cp, world_size=4)
+        with torch.device("meta"):
+            built = model(config).bfloat16()
+        found = predict(built, job, sample_input=sample, what_if=True)
+        row = next(row for row in found.rows if row.ac == "none")
+        return row.need.bytes, {change.change: change.row.need.bytes for change in found.what_if}
+
+    plain, none = report(transformers.LlamaForCausalLM, 1)
+    assert FLEX not in none
+    masked, changes = (
+        report(transformers.MistralForCausalLM, 1, sliding_window=256)
+        if cp > 1
+        else report(transformers.LlamaForCausalLM, 8)
+    )
+    assert plain == changes[FLEX] if cp == 1 else plain <= changes[FLEX]  # where keys of all ranks are gathered whole
+    assert masked - changes[FLEX] >= tokens * tokens * 2 // cp // 2

@@ -65,9 +65,9 @@ class LossMean:
         self.has_values = True  # Tensors have values. Without them micro-batches count alike, and nothing is compared.
 
     def cut(
-        self, batch: Mapping[str, Any], count: int, device: torch.device
+        self, batch: Mapping[str, Any], count: int, device: torch.device | None = None
     ) -> tuple[list[dict[str, Any]], list[float]]:
-        """Cut `batch` into `count` micro-batches on `device`, and return each one's share of the loss.
+        """Cut `batch` into `count` micro-batches on `device` (None: where it is), and return each one's share of the loss.
 
         Rows that are missing are filled up with labels that count for nothing. Labels are counted where they are given: on
         the host nobody waits for that.
@@ -75,8 +75,9 @@ class LossMean:
         labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
         fill = dict.fromkeys(labels, IGNORED) or None
         shares = self._shares(cut_batch(batch, count, fill))
-        sent = {name: send(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        return cut_batch(sent, count, fill), shares
+        if device is not None:
+            batch = {key: send(value, device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        return cut_batch(batch, count, fill), shares
 
     def _shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return the share of each of `parts` in the loss of all of them."""
