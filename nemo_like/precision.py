@@ -94,7 +94,7 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
     """Replace the linears in `layers` by torchao's, which multiply in float8 with scales of each call's own.
 
     In place: parameters keep their names, and stay the same unless they are to be gathered in float8. Linears with a side
-    that is not a multiple of 16, which the kernels need, stay as they are.
+    that is not a multiple of 16, which the kernels need, stay as they are. Tokens may be any number: they are padded.
 
     Args:
         layers: the repeated layers; embedding and head are left alone.
@@ -118,6 +118,16 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
 
     for layer in layers:
         float8.convert_to_float8_training(layer, config=config, module_filter_fn=fits)
+        for module in layer.modules():
+            if type(module).__name__ == "Float8Linear":
+                _pad_tokens(module)
+
+
+def _pad_tokens(linear: Any) -> None:
+    """Have the matmul of the weight's gradient, (N, tokens) x (tokens, K), pad its inner side with zeros to a multiple of
+    16, which `torch._scaled_mm` requires. The inner sides of the other two matmuls are sides of the weight, and fit."""
+    config = linear.linear_mm_config
+    linear.linear_mm_config = config._replace(grad_weight=config.grad_weight._replace(pad_inner_dim=True))
 
 
 def rowwise_of(linear: nn.Module) -> type[RowwiseParallel] | None:
