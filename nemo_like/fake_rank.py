@@ -57,7 +57,7 @@ from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import PlannedRank, plan_rank
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace
 from nemo_like.planning.trace.layer_memory import SumsInPlace
-from nemo_like.precision import float8_linears
+from nemo_like.precision import check_capability, check_capability_of, float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks, local_part
 
@@ -399,14 +399,19 @@ def _sends_hold() -> Iterator[None]:
 def _float8_of(device: Device) -> Iterator[None]:
     """Within it, `parallelize` makes the linears that multiply in float8 on `device`: those of the CPU emulate that."""
 
-    def made(layers: Sequence[nn.Module], matmuls: str, _: str, *, sharded: bool) -> None:
-        float8_linears(layers, matmuls, device.kind, sharded=sharded)
+    def made(layers: Sequence[nn.Module], matmuls: str, _: str, *, sharded: bool, tp: int) -> None:
+        float8_linears(layers, matmuls, device.kind, sharded=sharded, tp=tp)
+
+    def check(place: torch.device, matmuls: str | None) -> None:
+        check_capability(matmuls, device.name, device.cuda)
 
     parallelizer.float8_linears = made  # type: ignore[assignment]
+    parallelizer.check_capability_of = check
     try:
         yield
     finally:
         parallelizer.float8_linears = float8_linears
+        parallelizer.check_capability_of = check_capability_of
 
 
 @contextmanager

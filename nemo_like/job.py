@@ -165,8 +165,8 @@ class Job:
     something else with the logits, they are made, and this is logged."""
     precision: Precision = Precision()
     """The dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in float8, by
-    torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``), a `Precision` (also for reduction and outputs) or torch's
-    `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
+    torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``, ``"mxfp8"``, ``"mxfp8-emulated"``), a `Precision` (also for
+    reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
     compile: str | None = flagged(
         None,
         "plan pretrain",

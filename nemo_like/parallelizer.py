@@ -83,6 +83,7 @@ from nemo_like.options import (
 from nemo_like.precision import (
     autocast_forward,
     check_autocast,
+    check_capability_of,
     check_float8,
     effective_matmuls,
     float8_linears,
@@ -302,6 +303,8 @@ def parallelize(
     if job.device is None and mesh is None:
         check_places(model)
     job, mesh = _on_ranks(job, mesh)
+    check_float8(job.precision.matmuls)
+    check_capability_of(_place(job, mesh), job.precision.matmuls)
     if job.pp.size == 1:
         return _make_ready(model, job, mesh, sample_input)
 
@@ -342,6 +345,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
             job.precision.matmuls,
             place.type,
             sharded=ranks is not None,
+            tp=job.tp.size,
         )
     if ranks is not None and job.tp.size > 1:
         apply_tensor_parallel(
@@ -393,7 +397,6 @@ def _check(
     layers, chosen = layers_for(model, job)
     if job.loss is not None:
         check_head(model)
-    check_float8(job.precision.matmuls)
     if job.tp.asynchronous and (place := _place(job, mesh)).type != "cuda":
         raise ValueError(
             f"TensorParallel.asynchronous is True on {place.type!r}: matmuls with collectives inside run on GPUs that "

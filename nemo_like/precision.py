@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
-from nemo_like.options import Precision
+from nemo_like.mxfp8 import TORCHAO, mxfp8_linears
+from nemo_like.options.parallel import MXFP8, Precision
 
 
 def check_autocast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
@@ -74,15 +75,45 @@ def _cast(output: object, dtype: torch.dtype) -> Any:
     return output
 
 
-# Matmuls of the layers' linears in float8, by torchao: ``precision="fp8"`` adds them to bfloat16.
+# Matmuls of the layers' linears in float8, by torchao: ``precision="fp8"`` adds them to bfloat16, ``"mxfp8"`` in MXFP8.
 
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-gather": "tensorwise"}
+
+
+# Compute capability of the first GPUs that multiply in a format; float8 and MXFP8 can be emulated elsewhere.
+_LEAST = {"mxfp8": (10, 0), "mxfp8-emulated": (0, 0)}
 
 
 def check_float8(matmuls: str | None) -> None:
     """Raise MissingExtraError where they are asked for and torchao is not installed."""
     if matmuls is not None:
-        require("torchao.float8", "fp8", f"for precision={matmuls!r}")
+        require(TORCHAO if matmuls in MXFP8 else "torchao.float8", "fp8", f"for precision={matmuls!r}")
+
+
+def check_capability(matmuls: str | None, name: str, capability: tuple[int, int] | None) -> None:
+    """Raise ValueError where a device does not multiply in the format, and it is not emulated there.
+
+    Args:
+        matmuls: as `nemo_like.options.Precision.matmuls`.
+        name: of the device.
+        capability: compute capability; None: no GPU, so that ``"fp8"`` is emulated, and ``"mxfp8"`` is refused.
+    """
+    least = _LEAST.get(matmuls or "", (8, 9))
+    if matmuls is None or (capability is None and matmuls != "mxfp8") or (capability or (0, 0)) >= least:
+        return
+    has = f"compute capability {capability[0]}.{capability[1]}" if capability else "no kernels for it"
+    other = " or, for its numbers and not for its speed, precision='mxfp8-emulated'" if matmuls == "mxfp8" else ""
+    raise ValueError(
+        f"precision is {matmuls!r}, and {name} has {has}; products in {'MXFP8' if other else 'float8'} need "
+        f"{least[0]}.{least[1]}. Use precision='bf16'{other}."
+    )
+
+
+def check_capability_of(place: torch.device, matmuls: str | None) -> None:
+    """Raise ValueError where this machine's device at `place` does not multiply in MXFP8, and it is requested."""
+    if matmuls == "mxfp8":
+        capability = torch.cuda.get_device_capability(place) if place.type == "cuda" else None
+        check_capability(matmuls, place.type, capability)
 
 
 def effective_matmuls(precision: Precision, *, sharded: bool) -> str | None:
@@ -90,7 +121,9 @@ def effective_matmuls(precision: Precision, *, sharded: bool) -> str | None:
     return "fp8" if precision.matmuls == "fp8-gather" and not sharded else precision.matmuls
 
 
-def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, *, sharded: bool = False) -> None:
+def float8_linears(
+    layers: Sequence[nn.Module], matmuls: str, device_type: str, *, sharded: bool = False, tp: int = 1
+) -> None:
     """Replace the linears in `layers` by torchao's, which multiply in float8 with scales of each call's own.
 
     In place: parameters keep their names, and stay the same unless they are to be gathered in float8. Linears with a side
@@ -99,10 +132,13 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
     Args:
         layers: the repeated layers; embedding and head are left alone.
         matmuls: ``"fp8"``, one scale per tensor, ``"fp8-rowwise"``, one per row, or ``"fp8-gather"``, as ``"fp8"`` with
-            weights that FSDP2 gathers in float8.
+            weights that FSDP2 gathers in float8; ``"mxfp8"`` and ``"mxfp8-emulated"``: as `mxfp8_linears`.
         device_type: where the model will run. Without a GPU float8 is emulated: the numbers, not the speed.
         sharded: FSDP2 will shard the layers; elsewhere nothing is gathered, and ``"fp8-gather"`` is ``"fp8"``.
+        tp: ranks that will split the weights of a layer.
     """
+    if matmuls in MXFP8:
+        return mxfp8_linears(layers, emulated=matmuls != "mxfp8", ranks=tp)
     float8: Any = require("torchao.float8", "fp8", f"for precision={matmuls!r}")
     config = float8.Float8LinearConfig.from_recipe_name(_RECIPES[matmuls])
     if device_type != "cuda":

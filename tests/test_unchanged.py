@@ -161,6 +161,7 @@ ON_A_PLAIN_DECODER: dict[str, Refused] = {
     "precision": (dict(precision="bf17"), "^precision is 'bf17'; it must be a torch dtype or one of float32, .*fp8-gather"),
     "precision: integer": (dict(precision=torch.int8), r"^precision is torch\.int8; it must be a floating-point dtype"),
     "precision: number": (dict(precision=16), "^precision is 16; it must be a dtype such as 'bf16', a Precision or a Mi"),
+    "precision: mxfp8": (dict(precision="mxfp8", device="cpu"), "^precision is 'mxfp8', and cpu has no kernels .*'mxfp8-em"),
     "precision: not autocast's": (dict(precision=torch.float64), r"^param_dtype is torch\.float64, and without FSDP2"),
     "precision: policy": (
         dict(precision=MixedPrecisionPolicy(param_dtype=torch.float64)), r"^param_dtype is torch\.float64, and without FS"

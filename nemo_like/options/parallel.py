@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # imported where a dtype or a policy is read
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
-FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
+MXFP8: tuple[str, ...] = ("mxfp8", "mxfp8-emulated")
+FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather", *MXFP8)
 ENDS: tuple[str, ...] = ("apart", "root")
 # Kinds of device to train on, the first one that is visible first, and the back ends of a process group there.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -402,8 +403,9 @@ class Precision:
     """FSDP2: cast the arguments of a unit's forward to `param_dtype`."""
     matmuls: str | None = None
     """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row;
-    ``"fp8-gather"``: as ``"fp8"``, and FSDP2 gathers their weights in float8, too (all by torchao, extra ``fp8``). None: as
-    everything else."""
+    ``"fp8-gather"``: as ``"fp8"``, and FSDP2 gathers their weights in float8, too; ``"mxfp8"``: in MXFP8, with one for 32
+    values, on GPUs of compute capability 10.0 (Blackwell); ``"mxfp8-emulated"``: the same numbers, slowly, on any device
+    (all by torchao, extra ``fp8``). None: as everything else."""
 
     def __post_init__(self) -> None:
         if self.matmuls not in (None, *FLOAT8):
@@ -413,11 +415,16 @@ class Precision:
             object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
         if self.param_dtype is not None and self.reduce_dtype is None:
             object.__setattr__(self, "reduce_dtype", parse_dtype("reduce_dtype", "float32"))
+        if self.matmuls in MXFP8 and self.param_dtype != parse_dtype("param_dtype", "bfloat16"):
+            raise ValueError(
+                f"Precision.matmuls is {self.matmuls!r} and param_dtype is {self.param_dtype}: torchao's matmuls in MXFP8 "
+                "return bfloat16. Use param_dtype='bf16'."
+            )
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
         """Return the object for ``precision=``: a dtype to compute in (or its name), torch's policy, or the object.
-        ``"fp8"``, ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
+        ``"fp8"``, ``"fp8-rowwise"``, ``"fp8-gather"``, ``"mxfp8"`` and ``"mxfp8-emulated"`` are bfloat16 with such matmuls.
 
         Raises:
             ValueError: an unknown or integer dtype.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_like.options import COMPILE_BACKENDS, FLOAT8
+from nemo_like.options.parallel import MXFP8
 from nemo_like.settings.formats import (
     DTYPE,
     ROTATION,
@@ -74,7 +75,7 @@ def _prepare(values: dict[str, Any]) -> None:
         values["optimizer"] = "adamw-foreach"
     if values.get("optimizer") in WAYS.values():
         values |= {"_adamw": True, "_way": take("optimizer")}
-    if (kind := values.get("precision")) in FLOAT8:
+    if (kind := values.get("precision")) in FLOAT8 and kind not in MXFP8:
         recipe = {"fp8-rowwise": kind}.get(kind, "fp8")
         values |= {"_recipe": recipe, "_gathers": kind == "fp8-gather", "precision": "bf16"}
         values["_converters"] = ["quantize.linear.float8"]

@@ -215,6 +215,11 @@ def test_an_absent_file_and_an_absent_package_are_named(
     assert "whose suffix is of no format that is written here" in capsys.readouterr().err
 
 
+def test_a_format_without_mxfp8_names_it(tmp_path: Path) -> None:
+    job = Job.of(ac="none", precision="mxfp8", world_size=8)
+    assert write_settings(tmp_path / "a.toml", job, dtype="fp32") == ("precision = mxfp8",)
+
+
 JOBS = {
     "axes": Job.of(ac="full", tp=TensorParallel(2, None, True, True), cp=2, world_size=16, dp_replicate=2),
     "stages": Job.of(

@@ -200,7 +200,7 @@ def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:
     device = next((tensor.device.type for tensor in compared), "cpu")
     rounds = device != "cpu" and torch.get_float32_matmul_precision() != "highest"
     rounds = rounds or torch.is_autocast_enabled(device) or any(tensor.dtype not in _EXACT for tensor in compared)
-    return rounds or any("Float8" in type(module).__name__ for module in model.modules())
+    return rounds or any(type(module).__name__ in ("Float8Linear", "MXFP8Linear") for module in model.modules())
 
 
 def sequence_length(main: Tensor) -> int:

@@ -49,7 +49,7 @@ from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledE
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents
-from nemo_like.precision import check_float8, float8_linears
+from nemo_like.precision import check_capability, check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
 
 # Modes that are planned without a budget: those that `TracedPart.uniform` takes.
@@ -122,7 +122,9 @@ class TracedPart:
         check_float8_plan(job, self.device)
         if job.precision.matmuls is not None:  # as `parallelize` does in the model itself: before it is cut
             modules = [bare(layer.module) for layer in find.find_layers(self.model, job.layers)]
-            float8_linears(modules, job.precision.matmuls, self.device.kind, sharded=job.fsdp is not None)
+            float8_linears(
+                modules, job.precision.matmuls, self.device.kind, sharded=job.fsdp is not None, tp=job.tp.size
+            )
         self.experts: tuple[Experts, ...] = ()
         if job.ep.size > 1:
             refuse_lists(model, job.ep.size, job.ep.plan)
@@ -160,7 +162,7 @@ class TracedPart:
                 routing=routing_of(self.whole, job),
             )
         rates = device
-        if job.precision.matmuls is not None and "float8" in device.matmul_flops:
+        if job.precision.matmuls not in (None, "mxfp8-emulated") and "float8" in device.matmul_flops:
             # All matmuls of layers count at the rate of float8, also those of the few linears that it does not fit. Where
             # no rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
             rates = replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})
@@ -490,9 +492,6 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     return adapted
 
 
-_LEAST = (8, 9)  # Compute capability of the first GPUs that multiply in float8.
-
-
 def check_float8_plan(job: Job, device: Device) -> None:
     """Raise where layers multiply in float8, and no plan is made of that.
 
@@ -508,9 +507,5 @@ def check_float8_plan(job: Job, device: Device) -> None:
             "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is "
             "made. Use precision='fp8', or a mode such as ac='selective'."
         )
-    if device.cuda is not None and device.cuda < _LEAST:
-        raise ValueError(
-            f"precision is {word!r}, and {device.name} has compute capability {device.cuda[0]}.{device.cuda[1]}; products "
-            f"in float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
-        )
+    check_capability(word, device.name, device.cuda)
     check_float8(word)

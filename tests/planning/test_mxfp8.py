@@ -1,0 +1,106 @@
+"""``precision="mxfp8"``: torchao's own gradients by emulation, any number of tokens, and plans as steps run."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import Job, dry_run, parallelize
+from nemo_like._util.extras import MissingExtraError
+from nemo_like.mxfp8 import TORCHAO, mxfp8_linear, mxfp8_linears
+from nemo_like.options import Precision
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.checks import assert_bitwise, refused, step
+from tests.models.mxfp8 import converted, wide_llama
+from tests.planning.queries import part_of
+from tests_distributed.allocated import loop_peak_bytes
+
+pytest.importorskip("torchao.float8")
+pytest.importorskip("transformers")
+EMULATED: dict[str, Any] = {"precision": "mxfp8-emulated", "device": "cpu"}
+
+
+def _sample(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_gradients_are_those_of_torchao_in_every_mode() -> None:
+    expected = step(converted(), **_sample(64))
+    for ac in ("none", "full", "selective"):
+        model = parallelize(wide_llama(torch.bfloat16), "single", ac=ac, **EMULATED)
+        assert_bitwise(step(model, **_sample(64)), expected, ac)
+    assert {type(tensor) for tensor in model.state_dict().values()} == {torch.Tensor}
+    assert type(model.lm_head) is nn.Linear and type(model.model.layers[1].mlp.up_proj) is not nn.Linear
+
+
+def _linear() -> Any:
+    torch.manual_seed(0)
+    mxfp8_linears([linear := nn.Linear(32, 64, dtype=torch.bfloat16)], emulated=True)
+    return linear
+
+
+def _results(linear: Any, tokens: int, padding: int = 0) -> list[torch.Tensor]:
+    """The output of a linear and three gradients, for `tokens` and as many zeros behind them."""
+    rows = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = torch.cat([rows, rows.new_zeros(padding, 32)]).requires_grad_()
+    output = linear(rows)
+    output[:tokens].square().sum().backward()
+    return [output[:tokens], rows.grad[:tokens], linear.weight.grad, linear.bias.grad]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33])  # none: an expert that gets no token
+def test_tokens_are_padded_to_a_multiple_of_32(tokens: int) -> None:
+    """Also in the operator of a GPU, with torchao's emulation in the place of its kernels."""
+    padded, operator = _results(_linear(), tokens, -tokens % 32), _linear()
+    assert_bitwise(_results(_linear(), tokens), padded)
+    operator.emulate = functools.partial(mxfp8_linear, kernels="emulated")
+    assert_bitwise(_results(operator, tokens), padded)
+
+
+def test_a_linear_with_another_side_or_class_stays() -> None:
+    layer = nn.ModuleList([nn.Linear(64, 48), type("Own", (nn.Linear,), {})(64, 64), nn.Linear(64, 32)])
+    mxfp8_linears(layer, emulated=True, ranks=2)
+    assert [type(module).__name__ for module in layer] == ["Linear", "Own", "Linear"]
+
+
+def test_a_plan_counts_the_emulation() -> None:
+    """Which takes 5 s: an emulated step has 2,000 operators."""
+    sample, job = _sample(101), Job.of(gpu="cpu", precision="mxfp8-emulated", ac="none")
+    query = PlanQuery.from_model(wide_llama(), sample, job)
+    model = parallelize(wide_llama(), "single", ac="none", **EMULATED)
+    assert peak_of(query, query.uniform("none")).total == loop_peak_bytes(model, sample)
+
+
+def test_a_plan_for_a_gpu_counts_its_casts_and_its_rate() -> None:
+    """Which takes 5 s, of a dry run."""
+    sample, peaks = _sample(101), {}
+    for word in ("mxfp8", "bf16"):
+        job = Job.of(gpu="b200", precision=word, ac="full")
+        query = PlanQuery.from_model(wide_llama(), sample, job)
+        peaks[word] = peak_of(query, query.uniform("full")).total
+        rates = query.device.matmul_flops
+        assert part_of(query).problems[0].device.matmul_flops["half"] == rates["half" if word == "bf16" else "float8"]
+        if word == "mxfp8":
+            assert peaks[word] == dry_run(wide_llama(), job, sample).peak_bytes
+    assert peaks["mxfp8"] > peaks["bf16"]
+
+
+def test_devices_without_its_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(
+        "precision is 'mxfp8', and h100-80gb has compute capability 9.0; products in MXFP8 need 10.0. Use preci"
+    ):
+        PlanQuery.from_model(wide_llama(), _sample(64), Job.of(gpu="h100-80gb", precision="mxfp8"))
+    with refused(
+        "Precision.matmuls is 'mxfp8' and param_dtype is torch.float32: torchao's matmuls in MXFP8 return bfloa"
+    ):
+        Precision("float32", matmuls="mxfp8")
+    monkeypatch.setitem(sys.modules, TORCHAO, None)
+    with refused("pip install torchao (in a checkout of nemo_like: pip install '.[fp8]')", MissingExtraError):
+        parallelize(wide_llama(), "single", **EMULATED)
