@@ -121,6 +121,8 @@ class OpFacts:
     gathered: Callable[[tuple[Any, ...]], int] | None = None
     # (arguments, output) → bytes that it takes beyond both, and gives back. None: nothing is known of it.
     scratch: Callable[[tuple[Any, ...], Any], int] | None = None
+    # Bytes that casts of its inputs read and write before its kernel, as a multiple of the bytes of these inputs.
+    casts: float = 0.0
 
     @property
     def tracked(self) -> bool:

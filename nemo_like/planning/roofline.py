@@ -38,8 +38,8 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     """Return the seconds of one kernel; 0 for a view, and for sends (`nemo_like.planning.predictions.seconds`).
 
     The longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth (Williams et al.,
-    "Roofline", CACM 2009), and at least a launch. A matrix product fills the processors in whole waves of tiles, so that one
-    of few tiles is slower.
+    "Roofline", CACM 2009), and at least a launch; casts of its inputs come before it. A matrix product fills the processors
+    in whole waves of tiles, so that one of few tiles is slower.
     """
     known = ops.facts(op.op)
     if op.view or known.exchange or is_sequence_op(op):
@@ -47,7 +47,8 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     computing = op.flops / device.flops_of(op.op, half=op.half)
     if op.flops and not known.attention:
         computing /= wave_share(op.shapes, device.processors)
-    return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
+    casts = known.casts * (op.moved - op.bytes) / device.bandwidth
+    return casts + max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
 
 
 def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:

@@ -12,10 +12,12 @@ from torch import nn
 
 from nemo_like import Job, dry_run, parallelize
 from nemo_like._util.extras import MissingExtraError
-from nemo_like.mxfp8 import TORCHAO, mxfp8_linear, mxfp8_linears
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.mxfp8 import TORCHAO, MXFP8Linear, mxfp8_linear, mxfp8_linears
 from nemo_like.options import Precision
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.roofline import kernel_seconds
 from tests.checks import assert_bitwise, refused, step
 from tests.models.mxfp8 import converted, wide_llama
 from tests.planning.queries import part_of
@@ -36,8 +38,8 @@ def test_gradients_are_those_of_torchao_in_every_mode() -> None:
     for ac in ("none", "full", "selective"):
         model = parallelize(wide_llama(torch.bfloat16), "single", ac=ac, **EMULATED)
         assert_bitwise(step(model, **_sample(64)), expected, ac)
-    assert {type(tensor) for tensor in model.state_dict().values()} == {torch.Tensor}
-    assert type(model.lm_head) is nn.Linear and type(model.model.layers[1].mlp.up_proj) is not nn.Linear
+    kinds = {type(tensor) for tensor in model.state_dict().values()}
+    assert kinds == {torch.Tensor} and [type(module) for module in model.modules()].count(MXFP8Linear) == 2 * 7
 
 
 def _linear() -> Any:
@@ -48,8 +50,8 @@ def _linear() -> Any:
 
 def _results(linear: Any, tokens: int, padding: int = 0) -> list[torch.Tensor]:
     """The output of a linear and three gradients, for `tokens` and as many zeros behind them."""
-    rows = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rows = torch.cat([rows, rows.new_zeros(padding, 32)]).requires_grad_()
+    torch.manual_seed(0)
+    rows = nn.functional.pad(torch.randn(tokens, 32).bfloat16(), (0, 0, 0, padding)).requires_grad_()
     output = linear(rows)
     output[:tokens].square().sum().backward()
     return [output[:tokens], rows.grad[:tokens], linear.weight.grad, linear.bias.grad]
@@ -80,16 +82,18 @@ def test_a_plan_counts_the_emulation() -> None:
 
 def test_a_plan_for_a_gpu_counts_its_casts_and_its_rate() -> None:
     """Which takes 5 s, of a dry run."""
-    sample, peaks = _sample(101), {}
-    for word in ("mxfp8", "bf16"):
-        job = Job.of(gpu="b200", precision=word, ac="full")
-        query = PlanQuery.from_model(wide_llama(), sample, job)
-        peaks[word] = peak_of(query, query.uniform("full")).total
-        rates = query.device.matmul_flops
-        assert part_of(query).problems[0].device.matmul_flops["half"] == rates["half" if word == "bf16" else "float8"]
-        if word == "mxfp8":
-            assert peaks[word] == dry_run(wide_llama(), job, sample).peak_bytes
-    assert peaks["mxfp8"] > peaks["bf16"]
+    sample, job = _sample(101), Job.of(gpu="b200", precision="mxfp8", ac="full")
+    query = PlanQuery.from_model(wide_llama(), sample, job)
+    assert peak_of(query, query.uniform("full")).total == dry_run(wide_llama(), job, sample).peak_bytes
+    problem, rows, weight = part_of(query).problems[0], torch.empty(64, 32), torch.empty(96, 32)
+    assert (
+        facts(torch.ops.nemo_like.mxfp8_linear_backward.default).scratch((rows @ weight.t(), rows, weight), None)
+        == (2 * 6144 + 2048 + 3072) * 33 // 32
+    )
+    assert problem.device.matmul_flops["half"] == query.device.matmul_flops["float8"]
+    op = next(op for op in problem.trace.ops if "mxfp8" in str(op.op))
+    casts = 3 * (128 * 64 + 64 * 64) / problem.device.bandwidth  # of the rows, padded, and of the weight
+    assert kernel_seconds(op, problem.device) == pytest.approx(casts + problem.device.launch_seconds)
 
 
 def test_devices_without_its_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
