@@ -127,7 +127,8 @@ def float8_linears(
     """Replace the linears in `layers` by torchao's, which multiply in float8 with scales of each call's own.
 
     In place: parameters keep their names, and stay the same unless they are to be gathered in float8. Linears with a side
-    that is not a multiple of 16, which the kernels need, stay as they are. Tokens may be any number: they are padded.
+    that is not a multiple of 16 on each of `tp` ranks, which the kernels need, stay as they are. Tokens may be any number:
+    they are padded.
 
     Args:
         layers: the repeated layers; embedding and head are left alone.
@@ -150,7 +151,7 @@ def float8_linears(
 
     def fits(module: nn.Module, name: str) -> bool:
         sides = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
-        return all(side % 16 == 0 for side in sides)
+        return all(side % (16 * tp) == 0 for side in sides)
 
     for layer in layers:
         float8.convert_to_float8_training(layer, config=config, module_filter_fn=fits)

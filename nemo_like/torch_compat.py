@@ -644,7 +644,9 @@ def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
     if rows.dtype != weights.dtype or any(size * rows.element_size() % 16 for size in weights.shape[1:]):
         return False
     if rows.device.type == "cuda":  # an MI300X answers with (9, 4)
-        return not is_rocm() and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        return (
+            not is_rocm() and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        )
     return rows.device.type == "cpu"
 
 

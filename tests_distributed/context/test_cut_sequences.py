@@ -163,7 +163,7 @@ def sent_bytes() -> Iterator[Counter[str]]:
 
             patch.setattr(owner, name, counted)
 
-        count(dist, "all_gather_into_tensor", lambda ranks: ranks - 1, 1)
+        count(dist, "all_gather_single", lambda ranks: ranks - 1, 1)
         for name in ("reduce_scatter_tensor", "all_to_all_single"):
             count(dist, name, lambda ranks: (ranks - 1) / ranks, 1)
         count(methods, "_exchange", lambda ranks: 1, 0)

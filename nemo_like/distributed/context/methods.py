@@ -174,7 +174,18 @@ def attend_block_backward(
         wide = tuple(_for_all(query, states) for states in (key, value))
         total = F.pad(total, (0, -total.shape[-1] % 32), value=torch.inf)
         of_query, *of_states, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            states[0], query, *wide, None, states[-1], total, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+            states[0],
+            query,
+            *wide,
+            None,
+            states[-1],
+            total,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
         )
         grads = of_query, *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in of_states)
     return grads
@@ -249,7 +260,7 @@ class GatherKeys(ContextMethod):
         sent = [part[:, :, :, rows].permute(3, 0, 1, 2, 4).contiguous() for rows in halves]  # (chunk, 2, B, heads, D)
         got = [chunk.new_empty((ranks * half, *chunk.shape[1:])) for chunk in sent]
         ranks_of = find_group(group)
-        works = [dist.all_gather_into_tensor(*pair, ranks_of, async_op=True) for pair in zip(got, sent)]
+        works = [dist.all_gather_single(*pair, ranks_of, async_op=True) for pair in zip(got, sent)]
         of_own = []
         for rows in halves:
             of_own.append((yield rows, part[:, :, :, rows], True))
@@ -272,7 +283,7 @@ class GatherKeys(ContextMethod):
             if sums is not None:
                 _add(sums[rank * half : (rank + 1) * half], of_own.pop(0))
                 parts.append(torch.empty_like(sent[number]))
-                reduced.append(dist.reduce_scatter_tensor(parts[-1], sums, group=ranks_of, async_op=True))
+                reduced.append(dist.reduce_scatter_single(parts[-1], sums, group=ranks_of, async_op=True))
             del chunks, whole, sums
         if not backward:
             return None

@@ -42,7 +42,7 @@ def gather_sequence(part: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """The whole sequence, in its order, from every rank's part: `dim` grows from L to ranks * L."""
     part = part.contiguous()
     parts = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(parts, part, group=_groups[group])
+    dist.all_gather_single(parts, part, group=_groups[group])
     return join(parts.unflatten(0, (ranks, -1)), dim)
 
 
@@ -53,7 +53,7 @@ def scatter_sequence(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
     sent = torch.stack([chunks[at] for rank in range(ranks) for at in (rank, 2 * ranks - 1 - rank)])
     mine = sent.new_empty((2, *sent.shape[1:]))
-    dist.reduce_scatter_tensor(mine, sent, group=_groups[group])
+    dist.reduce_scatter_single(mine, sent, group=_groups[group])
     return torch.cat([mine[0], mine[1]], dim)
 
 

@@ -247,7 +247,7 @@ def rows_of_all(part: Tensor, dim: int, size: int, ranks: int, rank: int, group:
         padded.narrow(dim, 0, part.shape[dim]).copy_(part)
         part = padded
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part, group=find_group(group))
+    dist.all_gather_single(whole, part, group=find_group(group))
     if dim:
         whole = torch.cat(whole.chunk(ranks), dim)
     return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).clone()

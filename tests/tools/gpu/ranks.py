@@ -114,8 +114,8 @@ class _alone:
         self.states, self.rank, self.calls = states, rank, itertools.count()
         done = SimpleNamespace(wait=lambda: None)
         self.patches: list[Any] = [
-            mock.patch.object(dist, "all_gather_into_tensor", lambda got, *_, **__: self.gather(got, done)),
-            mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, **__: done),
+            mock.patch.object(dist, "all_gather_single", lambda got, *_, **__: self.gather(got, done)),
+            mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: done),
             mock.patch.object(methods, "find_group", lambda group: None),
             mock.patch.object(methods, "_exchange", lambda sent, group: (self.exchange(sent), [])),
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -51,6 +52,8 @@ def put_in_place() -> list[str]:
 
     stand_ins: list[tuple[Any, str, Any]] = [
         (torch._C._autograd, "_make_saved_tensor", _SavedTensor),
+        (dist, "all_gather_single", dist.all_gather_into_tensor),
+        (dist, "reduce_scatter_single", dist.reduce_scatter_tensor),
         (FSDPState, "_fsdp_param_groups", property(groups)),
         # With one rank no other one can have another list of gradients.
         (FSDPModule, "set_reduce_scatter_unused_params", lambda self, *args, **kwargs: None),
