@@ -29,6 +29,12 @@ def _torchao() -> Any:
     return require(TORCHAO, "fp8", "for precision='mxfp8'")
 
 
+def _multiply() -> Callable[..., Tensor]:
+    """Return torchao's function of rows (R, K) and a weight (N, K), which its public classes call."""
+    function: Callable[..., Tensor] = getattr(_torchao(), "_to_mxfp8_then_scaled_mm")  # noqa: B009 - no public name
+    return function
+
+
 def _options(kernels: str) -> dict[str, Any]:
     """Return torchao's options; kernels: ``"auto"``, those of the GPU, or ``"emulated"``. Scales are rounded up, as in its
     recipes ``mxfp8_rceil`` and ``mxfp8_emulated_rceil``."""
@@ -43,8 +49,7 @@ def _options(kernels: str) -> dict[str, Any]:
 @torch.library.custom_op("nemo_like::mxfp8_linear", mutates_args=())
 def mxfp8_linear(rows: Tensor, weight: Tensor, kernels: str) -> Tensor:
     """Return (R, N) of rows (R, K) and a weight (N, K); 32 divides R, K and N. `kernels`: as for `_options`."""
-    output: Tensor = _torchao()._to_mxfp8_then_scaled_mm(rows, weight, **_options(kernels))
-    return output
+    return _multiply()(rows, weight, **_options(kernels))
 
 
 @torch.library.custom_op("nemo_like::mxfp8_linear_backward", mutates_args=())
@@ -150,7 +155,7 @@ def mxfp8_linears(layers: Iterable[nn.Module], *, emulated: bool, ranks: int = 1
         emulated: PyTorch's operators in the place of the kernels of a GPU.
         ranks: ranks that tensor parallelism will split a side over.
     """
-    emulate = functools.partial(_torchao()._to_mxfp8_then_scaled_mm, **_options("emulated"))
+    emulate = functools.partial(_multiply(), **_options("emulated"))
     for layer in layers:
         for module in layer.modules():
             sides = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))

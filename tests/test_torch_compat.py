@@ -25,7 +25,7 @@ OF_OBJECTS = {
     "_version", "_cdata",  # a tensor, a storage
     "_schema", "_overloadpacket",  # an operator
     "_apply",  # a `ParallelStyle` of ours: the method that PyTorch asks a style for
-    "_make", "_fields", "_actions",  # Python's named tuples and argument parsers
+    "_make", "_fields", "_replace", "_actions",  # Python's named tuples and argument parsers
 }  # fmt: skip
 """Private attributes of objects that everybody reads, and that may be read anywhere."""
 
@@ -33,6 +33,7 @@ OF_OTHERS = {
     "_attention_backends",  # Transformer Engine
     "_apply_gate",  # the experts of transformers
     "_data",  # os.environ
+    "_to_mxfp8_then_scaled_mm",  # torchao
     "_init_weights", "_reset_parameters", "_no_split_modules",  # models
     "_attn_implementation", "_relative_position_bucket",  # those of transformers
     "_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module",  # parts of names that are cleaned

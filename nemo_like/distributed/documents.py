@@ -101,7 +101,12 @@ class PackedCalls:
         if main is None or given_cache((), (), arguments) is not None or len(args) > len(self._names):
             return None
         numbers = self._numbers(model, arguments, *main.shape[:2])
-        _are_known.set(numbers is not None or not any(isinstance(arguments.get(name), Tensor) for name in _LENGTHS))
+        given = arguments.get("position_ids")
+        # Those that a model makes itself count its tokens, unless it makes them of ids or of pictures.
+        counts = given is None and not (self._counts_ids or self._streams)
+        has_lengths = any(isinstance(arguments.get(name), Tensor) for name in _LENGTHS)
+        is_read = counts or _text_and_streams(given)[0] is not None
+        _are_known.set(numbers is not None or (is_read and not has_lengths))
         if numbers is None:
             return None
         if self._why_not:
@@ -280,8 +285,8 @@ def _tell_masks_of_documents() -> None:
     for name in ("sdpa", "eager", "flex_attention"):
         if not isinstance(mapping[name], _MaskOfDocuments):
             mapping[name] = _MaskOfDocuments(mapping[name], as_numbers=name == "sdpa")
-    find = getattr(masking(), FIND_DOCUMENTS)
-    if not isinstance(find, functools.partial):
+    find = getattr(masking(), FIND_DOCUMENTS, None)  # None: a release that does not look
+    if find is not None and not isinstance(find, functools.partial):
         setattr(masking(), FIND_DOCUMENTS, functools.partial(_documents_in, find))
 
 

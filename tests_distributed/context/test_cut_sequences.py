@@ -164,7 +164,7 @@ def sent_bytes() -> Iterator[Counter[str]]:
             patch.setattr(owner, name, counted)
 
         count(dist, "all_gather_single", lambda ranks: ranks - 1, 1)
-        for name in ("reduce_scatter_tensor", "all_to_all_single"):
+        for name in ("reduce_scatter_single", "all_to_all_single"):
             count(dist, name, lambda ranks: (ranks - 1) / ranks, 1)
         count(methods, "_exchange", lambda ranks: 1, 0)
         yield sent
@@ -204,8 +204,8 @@ def test_what_is_sent(method: str) -> None:
     elif (
         method == "all_gather"
     ):  # keys and values of a part to each other rank, in backward again; their gradients back
-        assert sent == {"all_gather_into_tensor": 2 * (both // 2), "reduce_scatter_tensor": both // 2}
-        assert recomputed["all_gather_into_tensor"] == 3 * (both // 2), "gathered again in the recomputation"
+        assert sent == {"all_gather_single": 2 * (both // 2), "reduce_scatter_single": both // 2}
+        assert recomputed["all_gather_single"] == 3 * (both // 2), "gathered again in the recomputation"
     else:  # half of a half of each, there and back
         assert sent == {"all_to_all_single": 2 * LAYERS * (HEADS + 2 * KV_HEADS + HEADS) * HEAD_BYTES // 4}
 

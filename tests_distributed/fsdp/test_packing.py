@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from nemo_like import ContextParallel, parallelize
 from nemo_like._util.log import forget_announcements
+from nemo_like.distributed import documents
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.options import PipelineParallel
+from nemo_like.transformers_compat import FIND_DOCUMENTS, masking
 from tests.models.families import ENCODER, hf
 from tests_distributed.context.cut_models import (
     LOSS,
@@ -202,6 +205,26 @@ def test_padding_on_the_left_is_no_document_under_cp(rank: int, world_size: int)
     assert (
         differences(grads, expected) + ([] if abs(found - loss) <= LOSS * loss else [f"loss {found} for {loss}"]) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "makes", "looks"), [("", "of its tokens", 0), ("", "of ids", 1), ("positions", "of ids", 0)]
+)
+def test_transformers_looks_for_documents_where_nobody_knows_them(
+    given: str, makes: str, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions that were given are read once, and those that a model counts along its tokens never restart."""
+    model = keep_documents_apart(build("llama"))
+    hook: Any = next(hook for hook in model._forward_pre_hooks.values() if isinstance(hook, documents.PackedCalls))
+    hook._counts_ids = makes == "of ids"
+    seen: list[Tensor] = []
+    monkeypatch.setattr(masking(), FIND_DOCUMENTS, partial(documents._documents_in, seen.append))
+    ids = torch.randint(1, 40, (2, 8))
+    more = {"position_ids": torch.arange(8).expand(2, -1)} if given else {}
+    model(input_ids=ids, **more)
+    assert len(seen) == looks
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+    assert len(seen) == looks and not documents._are_known.get()
 
 
 def test_packing_that_positions_show_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
