@@ -14,6 +14,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.distributed import launch
+from nemo_like.offload.backends import Backend
 from nemo_like.planning.devices import device_at_hand, resolve_device
 from tests.test_unchanged import everything_of
 
@@ -61,6 +62,9 @@ def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=r"device is 'mps', and torch.mps has no Stream.*use device='cpu'"):
             parallelize(model, "single", device="mps", **options)  # type: ignore[arg-type]
     assert everything_of(model) == before
+    for call in (lambda: Backend(torch.device("mps", 0)), lambda: device_at_hand("mps")):
+        with pytest.raises(ValueError, match=r"device is 'mps', and torch.mps has no Stream"):
+            call()
 
 
 def test_a_kind_that_no_list_has_is_found_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +94,7 @@ def test_a_plan_for_amd_says_whose_kernels_it_counts() -> None:
 def test_a_card_is_found_by_the_longest_name(name: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge: bytes over the bandwidth and FLOPs over the peak of NVIDIA's data sheets, which no rate is above."""
     about = types.SimpleNamespace(name=name, total_memory=80 << 30, major=9, minor=0)
-    module: Any = types.SimpleNamespace(get_device_properties=lambda device: about, current_device=lambda: 0)
+    module: Any = types.SimpleNamespace(Stream=None, get_device_properties=lambda device: about, current_device=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     device = device_at_hand("cuda")
     assert device.known_as == known

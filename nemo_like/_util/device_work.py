@@ -2,6 +2,19 @@
 
 import torch
 
+TRIED = "CUDA (ROCm included) and CPUs"
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError where torch has no streams or no properties for devices of that kind, such as ``"mps"``."""
+    module = torch.get_device_module(kind)
+    lacks = [name for name in ("Stream", "get_device_properties") if kind != "cpu" and not hasattr(module, name)]
+    if lacks:
+        raise ValueError(
+            f"device is {kind!r}, and torch.{kind} has no {lacks[0]}, which offloading and plans require. Training was "
+            f"tried on {TRIED} alone: use device='cpu'."
+        )
+
 
 def wait_for(device: torch.device) -> None:
     """Block the host until all work that `device` was given is done; the CPU's is done when it returns."""

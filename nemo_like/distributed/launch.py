@@ -20,19 +20,18 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_like._util.device_work import TRIED, check_kind
 from nemo_like._util.log import say_once, warn_once
 from nemo_like.options.memory import ALLOCATOR_VARIABLES
 from nemo_like.options.parallel import BACKENDS
 
 # Accelerators of torch that are never picked: Intel's, Apple's, Huawei's, Intel's Gaudi, Cambricon's, Moore Threads'.
 _OTHERS = ("xpu", "mps", "npu", "hpu", "mlu", "musa")
-_TRIED = "CUDA (ROCm included) and CPUs"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,7 +62,7 @@ def pick_device_type() -> str:
     found = torch.accelerator.current_accelerator(check_available=True)  # of a kind that no list has, too
     other = next((name for name in (*_OTHERS, *([found.type] if found else ())) if _device_count(name)), None)
     if kind == "cpu" and other is not None:
-        say_once(f"torch sees {other.upper()} here, and training was tried on {_TRIED} alone: this is the CPU.")
+        say_once(f"torch sees {other.upper()} here, and training was tried on {TRIED} alone: this is the CPU.")
     return kind
 
 
@@ -73,7 +72,7 @@ def check_places(model: nn.Module) -> None:
     if places:
         kind = min(places)
         raise ValueError(
-            f"Parameters are on {kind!r}, device is left out, and training was tried on {_TRIED} alone: the model would "
+            f"Parameters are on {kind!r}, device is left out, and training was tried on {TRIED} alone: the model would "
             f"move to {pick_device_type()!r}. Move it there first, with model.to({pick_device_type()!r})."
         )
 
@@ -125,12 +124,8 @@ def checked_device(device: str | torch.device) -> torch.device:
         )
     if place.type != "cpu":
         count = _device_count(place.type)
-        lacks = [name for name in ("Stream", "get_device_properties") if not hasattr(_module_of(place.type), name)]
-        if count and lacks:
-            raise ValueError(
-                f"device is {str(device)!r}, and torch.{place.type} has no {lacks[0]}, which offloading and plans require. "
-                f"Training was tried on {_TRIED} alone: use device='cpu'."
-            )
+        if count:
+            check_kind(place.type)
         if (place.index or 0) >= count:
             raise ValueError(
                 f"device is {str(device)!r}, and torch sees {count} {place.type.upper()} device(s) here. Leave device out "
@@ -139,13 +134,9 @@ def checked_device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _module_of(device_type: str) -> Any:
-    return getattr(torch, device_type, None)
-
-
 def _device_count(device_type: str) -> int:
     """Devices of that type that this process can use; 0 where this torch was built without it."""
-    module = _module_of(device_type)
+    module = getattr(torch, device_type, None)
     if module is None or not getattr(module, "is_available", lambda: False)():
         return 0
     return module.device_count() if hasattr(module, "device_count") else 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.device_work import check_kind
 from nemo_like._util.log import warn_once
 
 
@@ -28,6 +29,7 @@ class Backend:
         self, device: torch.device | None = None, *, pin_memory: bool = True, use_streams: bool = True
     ) -> None:
         self.device = torch.device("cpu") if device is None else device
+        check_kind(self.device.type)
         self._module = torch.get_device_module(self.device)
         on_cpu = self.device.type == "cpu"
         self.pin_memory = pin_memory and not on_cpu

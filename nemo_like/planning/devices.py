@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.device_work import check_kind
 from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
@@ -111,6 +112,7 @@ def device_at_hand(kind: str | None = None) -> Device:
     kind = pick_device_type() if kind is None else kind
     if kind == "cpu":
         return calibrated(resolve_device("cpu"))
+    check_kind(kind)
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = device_table()
     matches = [(len(part), name, part) for name in known_devices() for part in table[name].get("match", [])]
