@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 @on_ranks(2)
 def test_gradients_are_those_of_torchao(rank: int, world_size: int) -> None:
+    """Five models in PyTorch's own operators, three of them on both ranks, which take over 2 s."""
     batches = torch.randint(64, (2, 1, 32), generator=torch.Generator().manual_seed(0))
     whole = [step(converted(), input_ids=ids, labels=ids) for ids in batches]
     how: dict[str, Any] = {"precision": "mxfp8-emulated", "device": "cpu"}

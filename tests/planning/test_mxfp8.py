@@ -34,6 +34,7 @@ def _sample(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_are_those_of_torchao_in_every_mode() -> None:
+    """Four models in PyTorch's own operators, which take over 2 s."""
     expected = step(converted(), **_sample(64))
     for ac in ("none", "full", "selective"):
         model = parallelize(wide_llama(torch.bfloat16), "single", ac=ac, **EMULATED)
