@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from nemo_like._util.extras import require
+from nemo_like._util.tensors import autocast_dtype
 from nemo_like.activation_checkpointing.ops import OpFacts, declare, linear
 
 TORCHAO = "torchao.prototype.moe_training.mxfp8_linear"
@@ -117,10 +118,7 @@ class MXFP8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., N) for an input (..., K), in the input's dtype; under autocast in that of autocast."""
-        weight: Tensor = self.weight
-        if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
+        input, weight = (each.to(autocast_dtype(each)) for each in (input, self.weight))
         multiply = self._split if isinstance(weight, DTensor) else self._multiply
         output = multiply(input, weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -145,6 +143,11 @@ class MXFP8Linear(nn.Linear):
         return DTensor.from_local(output, weight.device_mesh, [of_output], run_check=False)
 
 
+def has_sides_of(linear: nn.Linear, size: int) -> bool:
+    """Return whether both sides of the weight are multiples of `size`."""
+    return linear.in_features % size == linear.out_features % size == 0
+
+
 def mxfp8_linears(layers: Iterable[nn.Module], *, emulated: bool, ranks: int = 1) -> None:
     """Have the linears in `layers` multiply in MXFP8.
 
@@ -158,7 +161,6 @@ def mxfp8_linears(layers: Iterable[nn.Module], *, emulated: bool, ranks: int = 1
     emulate = functools.partial(_multiply(), **_options("emulated"))
     for layer in layers:
         for module in layer.modules():
-            sides = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
-            if type(module) is nn.Linear and not any(side % (BLOCK * ranks) for side in sides):
+            if type(module) is nn.Linear and has_sides_of(module, BLOCK * ranks):
                 module.__class__ = MXFP8Linear
                 module.emulate = emulate if emulated else None  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
-from nemo_like.mxfp8 import TORCHAO, mxfp8_linears
+from nemo_like.mxfp8 import TORCHAO, has_sides_of, mxfp8_linears
 from nemo_like.options.parallel import MXFP8, Precision
 
 
@@ -149,12 +149,10 @@ def float8_linears(
     elif matmuls == "fp8-gather":
         say_once("precision='fp8-gather' was asked for; nothing is sharded, so nothing is gathered: as 'fp8'.")
 
-    def fits(module: nn.Module, name: str) -> bool:
-        sides = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
-        return all(side % (16 * tp) == 0 for side in sides)
-
     for layer in layers:
-        float8.convert_to_float8_training(layer, config=config, module_filter_fn=fits)
+        float8.convert_to_float8_training(
+            layer, config=config, module_filter_fn=lambda linear, _: has_sides_of(linear, 16 * tp)
+        )
         for module in layer.modules():
             if type(module).__name__ == "Float8Linear":
                 _pad_tokens(module)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like import torch_compat
@@ -26,6 +25,7 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.losses.heads import LinearHead
 from nemo_like.precision import float8_linears
 from nemo_like.torch_compat import TorchDispatchMode, fake_tensor_types
+from tests.test_cut_attention import without_ranks
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -51,7 +51,7 @@ def _grouped(rows: Tensor, weights: Tensor, offs: Tensor, *_: Any, **__: Any) ->
     for tensor in (rows, weights):
         strides = sorted(tensor.stride()[-2:])
         assert strides[0] == 1 and strides[1] * tensor.element_size() % 16 == 0, "lines of 16 bytes"
-        assert tensor.data_ptr() % 16 == 0 if not torch_compat.is_fake(tensor) else True
+        assert torch_compat.is_fake(tensor) or tensor.data_ptr() % 16 == 0
 
 
 def _bag(
@@ -115,23 +115,16 @@ class Rules(TorchDispatchMode):
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("width", [40, 100, 128])
 def test_attention_of_a_part(method: str, kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any rank, with heads of any width, an odd number of tokens, and gradients in no order of memory."""
-    done = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
-    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: done)
-    monkeypatch.setattr(dist, "reduce_scatter_single", lambda *_, **__: done)
-    monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
-    monkeypatch.setattr(methods, "find_group", lambda name: None)
+    """Of any rank, with heads of any width, chunks of an odd number of tokens, and gradients in no order of memory."""
+    without_ranks(monkeypatch, kernel)
     kept: list[Any] = []
+    run = methods.causal_attention._init_fn
 
-    def whole(*args: Any) -> Any:
-        out = methods.causal_attention._init_fn(*args)
-        kept.append((args, out))
-        return out
+    def attend(*args: Any) -> Any:
+        kept.append((args, run(*args)))
+        return kept[-1][1]
 
-    op = methods.causal_attention
-    monkeypatch.setattr(methods, "causal_attention", whole)
-    whole._init_fn = op._init_fn  # type: ignore[attr-defined]
+    monkeypatch.setattr(methods, "causal_attention", attend)
     for rank in range(3):
         with FakeRun(), Rules() as rules:
             query, key, value = (torch.empty(2, 14, heads, width, dtype=HALF[0]).transpose(1, 2) for heads in (4, 2, 2))

@@ -55,6 +55,16 @@ class Kernels(TorchDispatchMode):
         return out
 
 
+def without_ranks(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Have attention of a part run `kernel`, and get tensors of the right shapes from ranks that are not there."""
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
+    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "reduce_scatter_single", lambda *_, **__: done)
+    monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
+    monkeypatch.setattr(methods, "find_group", lambda name: None)
+
+
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 """Of an 8B Llama."""
 
@@ -67,12 +77,8 @@ def test_a_gpu_runs_fused_kernels_without_masks(
     method: str, kernel: str, tokens: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And holds at most the bytes that plans count."""
-    ranks, done = 8, SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
-    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: done)
-    monkeypatch.setattr(dist, "reduce_scatter_single", lambda *_, **__: done)
-    monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
-    monkeypatch.setattr(methods, "find_group", lambda name: None)
+    ranks = 8
+    without_ranks(monkeypatch, kernel)
     part = tokens // ranks
     how = (WIDTH**-0.5, method, rank, ranks, "")
     with FakeRun():

@@ -29,6 +29,18 @@ def on_accelerator(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or (STANDS_FOR_CUDA.get() and is_fake(tensor))
 
 
+def autocast_is_on(kind: str) -> bool:
+    """Return whether autocast lowers operators on devices of that kind; the meta device has none."""
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(operand: Tensor) -> torch.dtype:
+    """Return the dtype that a matmul, or attention, of `operand` runs in here."""
+    kind = operand.device.type
+    lowers = autocast_is_on(kind) and operand.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowers else operand.dtype
+
+
 def tensors_in(value: object) -> list[Tensor]:
     """Every tensor in `value`, in order, a tensor that occurs twice twice.
 

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, base_model, join
-from nemo_like.distributed.context.parts import PackedRows, documents_of, in_blocks, once_for_all_layers, running
+from nemo_like.distributed.context.parts import (
+    PackedRows,
+    documents_of,
+    in_blocks,
+    kept_apart,
+    once_for_all_layers,
+    running,
+)
 from nemo_like.distributed.context.stacks import counts_ids, counts_positions, sequence_mixers
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
@@ -301,15 +308,14 @@ class _MaskOfDocuments:
         self._own, self._as_numbers = function, as_numbers
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
-        rows = running.get()
-        if rows is None and in_blocks.get() and self._as_numbers:
+        if in_blocks.get() and self._as_numbers:
+            kept_apart()
             return None
+        rows = running.get()
         if rows is None or not kwargs.get("q_length") == kwargs.get("kv_length") == rows.numbers.shape[1]:
             return self._own(*args, **kwargs)
         shape, numbers = kwargs["mask_function"], rows.numbers
         rows.apart = True
-        if in_blocks.get():
-            return None
 
         def within(b: Any, head: object, q: Any, k: Any) -> Any:
             return shape(b, head, q, k) & (numbers[b, q] == numbers[b, k])

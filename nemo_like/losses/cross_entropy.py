@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from nemo_like._util.tensors import autocast_dtype
 from nemo_like._util.words import a_or_an, check_bool
 from nemo_like.losses.heads import (
     AutogradHead,
     GradientSums,
     Head,
     LinearHead,
-    autocast_dtype,
     is_plain_linear,
     like_logits,
     unwrap_logits,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from nemo_like._util.tensors import on_accelerator
+from nemo_like._util.tensors import autocast_dtype, autocast_is_on, on_accelerator
 from nemo_like.losses.rows import SparseGradient, Vocabulary, pieces
 from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake, is_rocm, local_part
 
@@ -98,7 +98,7 @@ class LinearHead:
 
     def __init__(self, head: nn.Linear, params: Sequence[Tensor]) -> None:
         dtype = autocast_dtype(head.weight)
-        self._cast = _lowers(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
+        self._cast = autocast_is_on(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
         self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
         self._bias = None if head.bias is None else head.bias.detach().to(dtype)
         # By identity: which of the head's own tensors train.
@@ -232,17 +232,6 @@ def is_plain_linear(head: nn.Linear) -> bool:
     plain = all(_is_plain(tensor) for tensor in (head.weight, head.bias) if tensor is not None)
     called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)
-
-
-def autocast_dtype(operand: Tensor) -> torch.dtype:
-    """Return the dtype that a matmul, or attention, of `operand` runs in here."""
-    kind = operand.device.type
-    return torch.get_autocast_dtype(kind) if _lowers(kind) and operand.dtype != torch.float64 else operand.dtype
-
-
-def _lowers(kind: str) -> bool:
-    """Return whether autocast is on for devices of that kind; the meta device has none."""
-    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import autocast_dtype
 from nemo_like.losses.cross_entropy import ChunkedCall, losses_per_token, reduced, whole
-from nemo_like.losses.heads import Head, autocast_dtype
+from nemo_like.losses.heads import Head
 from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls, shape_only

@@ -113,7 +113,7 @@ def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
 
         def run() -> None:
             for _ in range(_LAUNCHES):
-                torch.nn.functional.linear(left, right)
+                F.linear(left, right)
 
         return _LAUNCHES * 2.0 * tokens * width * out / _best(run, device, seconds / len(SHAPES))
 

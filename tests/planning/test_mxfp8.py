@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like import Job, dry_run, parallelize
 from nemo_like._util.extras import MissingExtraError
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.mxfp8 import TORCHAO, MXFP8Linear, mxfp8_linear, mxfp8_linears
+from nemo_like.mxfp8 import BLOCK, TORCHAO, MXFP8Linear, mxfp8_linear, mxfp8_linears
 from nemo_like.options import Precision
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
@@ -83,10 +83,16 @@ def test_a_plan_counts_the_emulation() -> None:
 
 def test_a_plan_for_a_gpu_counts_its_casts_and_its_rate() -> None:
     """Which takes 5 s, of a dry run."""
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
     sample, job = _sample(101), Job.of(gpu="b200", precision="mxfp8", ac="full")
     query = PlanQuery.from_model(wide_llama(), sample, job)
     assert peak_of(query, query.uniform("full")).total == dry_run(wide_llama(), job, sample).peak_bytes
-    problem, rows, weight = part_of(query).problems[0], torch.empty(64, 32), torch.empty(96, 32)
+    problem, rows, weight = part_of(query).problems[0], torch.ones(64, 32), torch.ones(96, 32)
+    # Judge: the bytes of both operands as torchao casts them.
+    forward: Any = facts(torch.ops.nemo_like.mxfp8_linear.default).scratch
+    cast = [part for each in (rows, weight) for part in to_mx(each.bfloat16(), torch.float8_e4m3fn, BLOCK)]
+    assert forward((rows, weight), None) == sum(part.nbytes for part in cast)
     assert (
         facts(torch.ops.nemo_like.mxfp8_linear_backward.default).scratch((rows @ weight.t(), rows, weight), None)
         == (2 * 6144 + 2048 + 3072) * 33 // 32

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import autocast_dtype
 from nemo_like.distributed.context import sequence_ops
-from nemo_like.losses.heads import autocast_dtype
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
