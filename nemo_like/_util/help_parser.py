@@ -62,10 +62,10 @@ class HelpParser(argparse.ArgumentParser):
         """
         words = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
 
-        def option(found: re.Match[str]) -> str:
-            name, value = found[1], found[2].strip("'\"")
-            if name not in words or message.count("(", 0, found.start()) > message.count(")", 0, found.start()):
-                return found[0]
+        def option(pair: re.Match[str]) -> str:
+            name, value = pair[1], pair[2].strip("'\"")
+            if name not in words or message.count("(", 0, pair.start()) > message.count(")", 0, pair.start()):
+                return pair[0]
             return words[name] if value == "True" else f"{words[name]} {value}"
 
         return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)

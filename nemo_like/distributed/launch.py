@@ -60,8 +60,8 @@ def pick_device_type() -> str:
     """``"cuda"`` (NVIDIA's or AMD's) where such a device is visible, else ``"cpu"``; another accelerator is named once."""
     kind = next(kind for kind in BACKENDS if kind == "cpu" or _device_count(kind))
     if kind == "cpu":
-        found = torch.accelerator.current_accelerator(check_available=True)  # of a kind that no list has, too
-        others = (*_OTHERS, *([found.type] if found else ()))
+        visible = torch.accelerator.current_accelerator(check_available=True)  # of a kind that no list has, too
+        others = (*_OTHERS, *([visible.type] if visible else ()))
         if (other := next(filter(_device_count, others), None)) is not None:
             say_once(f"torch sees {other.upper()} here, and training was tried on {TRIED} alone: this is the CPU.")
     return kind

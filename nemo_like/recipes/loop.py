@@ -202,7 +202,7 @@ class Pretraining:
         self.step += 1
         first, last = self.step == self.first_step + 1, self.step == options.steps
         if not last:
-            # All ranks stop after the same step. Nobody waits: others' signals are known a step later.
+            # All ranks stop after the same step. No rank waits: others' signals are known a step later.
             asked, self._asked = self._asked, self.ranks.largest_later(stop.requested)
             self.interrupted = (asked if self.ranks.world_size > 1 else self._asked)()
         report = last or self.step % options.log_every == 0

@@ -176,7 +176,7 @@ in_blocks: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_mask
 
 
 class BlocksOfMask:
-    """Stands for a block mask then: no kernel is given a mask, and none skips a block."""
+    """In place of a block mask then: no kernel is given a mask, and none skips a block."""
 
 
 # None: the rows of the call that runs are whole.

@@ -32,7 +32,8 @@ from nemo_like.transformers_compat import model_base
 
 # Compared of a micro-batch: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit.
 _TOKENS = 256
-# Calls that look whether to compare: the first ones, and then each of so many. A look reads the device, and asks all ranks.
+# Calls that look whether to compare: the first ones, and then each of so many. A look reads the device, and all ranks
+# take part in it.
 _FIRST_LOOKS, _LOOK_EVERY = 4, 16
 # Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 # float32 has.
@@ -70,7 +71,7 @@ class LossMean:
         """Cut `batch` into `count` micro-batches on `device` (None: where it is), and return each one's share of the loss.
 
         Rows that are missing are filled up with labels that count for nothing. Labels are counted where they are given: on
-        the host nobody waits for that.
+        the host no rank waits for that.
         """
         labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
         fill = dict.fromkeys(labels, IGNORED) or None
@@ -88,7 +89,7 @@ class LossMean:
             return [1 / count] * count
         weigh = self.over if callable(self.over) else self._labels
         numbers = torch.stack([torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]).tolist()
-        return [number / (sum(numbers) or math.nan) for number in numbers]  # the loss of nothing is no number
+        return [number / (sum(numbers) or math.nan) for number in numbers]  # NaN: the loss of nothing
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
         return self.over == "sum" or (self.over == "tokens" and batch.get(ITEMS) is not None)
@@ -111,7 +112,7 @@ class LossMean:
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
         """Compare the micro-batches that the stages were given: in the first step, in the first with other names in its
         batch, and in the first whose micro-batches count differently, of the steps that look (`_FIRST_LOOKS`). There it
-        is a collective of all ranks that share a stage; elsewhere it waits for nobody.
+        is a collective of all ranks that share a stage; elsewhere no rank waits for it.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
@@ -177,7 +178,9 @@ class LossMean:
         both = joined(one, other)
         states, places = last.states(one, both)
         whole, loss = last.gradients(both, states)
-        halves = zip(*((s, s) if place is None else s.chunk(2, place) for s, place in zip(states, places)))
+        halves = zip(
+            *((state, state) if place is None else state.chunk(2, place) for state, place in zip(states, places))
+        )
         singles = [last.gradients(part, half) for part, half in zip((one, other), halves)]
         terms = [
             value * weight if weight else value.nan_to_num() * 0.0  # a mean over nothing
@@ -189,7 +192,7 @@ class LossMean:
         least = 1e-3 * sum(_norm(gradient) ** 2 for gradient in whole) ** 0.5
         for wanted, place, pair in zip(whole, places, parts):
             facing = [(pair[0] + pair[1], wanted)] if place is None else zip(pair, wanted.chunk(2, place))
-            off += [_norm(made - right) / max(_norm(right), least, 1e-30) for made, right in facing]
+            off += [_norm(added - right) / max(_norm(right), least, 1e-30) for added, right in facing]
         return max(number if number == number else float("inf") for number in off)
 
 
