@@ -1,10 +1,19 @@
 from nemo_like.activation_checkpointing.apply import apply_specs as apply_specs
+from nemo_like.activation_checkpointing.checkpointed import (
+    SELECTIVE_AC_WRAPPER_FLAG as SELECTIVE_AC_WRAPPER_FLAG,
+)
+from nemo_like.activation_checkpointing.checkpointed import (
+    is_checkpointed as is_checkpointed,
+)
 from nemo_like.activation_checkpointing.contexts import (
     make_selective_checkpoint_context_fn as make_selective_checkpoint_context_fn,
 )
 from nemo_like.activation_checkpointing.engine import is_recomputing as is_recomputing
 from nemo_like.activation_checkpointing.kv_sharing import (
     detect_kv_sharing_and_maybe_disable_cache as detect_kv_sharing_and_maybe_disable_cache,
+)
+from nemo_like.activation_checkpointing.legacy import (
+    CheckpointWrapper as CheckpointWrapper,
 )
 from nemo_like.activation_checkpointing.legacy import (
     apply_full_layer_checkpointing_to_layers as apply_full_layer_checkpointing_to_layers,
@@ -18,20 +27,14 @@ from nemo_like.activation_checkpointing.legacy import (
 from nemo_like.activation_checkpointing.legacy import (
     is_selective_activation_checkpointing as is_selective_activation_checkpointing,
 )
+from nemo_like.activation_checkpointing.legacy import (
+    unwrap_checkpoint_wrapper as unwrap_checkpoint_wrapper,
+)
 from nemo_like.activation_checkpointing.plan import Plan as Plan
 from nemo_like.activation_checkpointing.policy import SelectivePolicy as SelectivePolicy
 from nemo_like.activation_checkpointing.policy import TorchPolicy as TorchPolicy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec as CheckpointSpec
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps as checkpoint_timesteps
-from nemo_like.activation_checkpointing.wrapper import (
-    SELECTIVE_AC_WRAPPER_FLAG as SELECTIVE_AC_WRAPPER_FLAG,
-)
-from nemo_like.activation_checkpointing.wrapper import (
-    CheckpointWrapper as CheckpointWrapper,
-)
-from nemo_like.activation_checkpointing.wrapper import (
-    unwrap_checkpoint_wrapper as unwrap_checkpoint_wrapper,
-)
 from nemo_like.compile import compile_layers as compile_layers
 from nemo_like.distributed.context.sequence_ops import (
     shard_sequence as shard_sequence,

@@ -81,7 +81,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.precision import (
-    autocast_forward,
+    Autocast,
     check_autocast,
     check_capability_of,
     check_float8,
@@ -583,7 +583,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
     else:
         model.to(place)
     precision, options = job.precision, job.ddp
-    autocast_forward(model, place.type, precision.dtypes["param_dtype"], precision.dtypes["output_dtype"])
+    Autocast(model, place.type, precision.dtypes["param_dtype"], precision.dtypes["output_dtype"]).put()
     if mesh is None or options is None:
         return model
     if precision.reduce_dtype not in (None, torch.float32):

@@ -1,8 +1,9 @@
 """Mixed precision where FSDP2 is not there to cast: autocast."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from nemo_like._util.extras import require
+from nemo_like._util.forwards import Forward, Place
 from nemo_like._util.log import say_once
 from nemo_like.mxfp8 import TORCHAO, has_sides_of, mxfp8_linears
 from nemo_like.options.parallel import MXFP8, Precision
@@ -33,32 +35,32 @@ def check_autocast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
         )
 
 
-def autocast_forward(
-    model: nn.Module, device_type: str, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None
-) -> None:
-    """Run ``model.forward`` under autocast to `param_dtype` and cast its floating-point outputs to `output_dtype`.
+class Autocast(Forward):
+    """A model whose forward runs under autocast to `compute`, and whose floating-point outputs are cast to `output`.
 
-    Changes `model` in place; parameters keep their dtype. Does nothing where both dtypes are None. Ops that autocast
-    keeps in float32 (softmax, losses, most norms) stay there: this is more precise than FSDP2's cast of everything.
+    Parameters keep their dtype. Ops that autocast keeps in float32 (softmax, losses, most norms) stay there: this is more
+    precise than FSDP2's cast of everything. Does nothing where both dtypes are None.
     """
-    lowers = param_dtype is not None and param_dtype is not torch.float32
-    if not lowers and output_dtype is None:
-        return
-    # The plain function where there is one, and bound again below, so that copy.deepcopy binds a copy's forward to it.
-    inner = getattr(model.forward, "__func__", None) or _ignoring_self(model.forward)
 
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        with torch.autocast(device_type, dtype=param_dtype if lowers else None, enabled=lowers):
-            output = inner(self, *args, **kwargs)
-        return output if output_dtype is None else _cast(output, output_dtype)
+    place, word = Place.AUTOCAST, "autocast"
 
-    model.forward = types.MethodType(forward, model)
+    def __init__(
+        self, module: nn.Module, device_type: str, compute: torch.dtype | None, output: torch.dtype | None
+    ) -> None:
+        super().__init__(module)
+        lowers = compute is not None and compute is not torch.float32
+        self.context: dict[str, Any] = dict(device_type=device_type, dtype=compute if lowers else None, enabled=lowers)
+        self.output = output
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward under autocast."""
+        with torch.autocast(**self.context):
+            output = self.call(*args, **kwargs)
+        return output if self.output is None else _cast(output, self.output)
 
-def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that was set on the instance as a bare function, callable as a method."""
-    return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
+    def put(self) -> Autocast:
+        """Put it in place, if it does something."""
+        return super().put() if self.context["enabled"] or self.output is not None else self
 
 
 def _cast(output: object, dtype: torch.dtype) -> Any:

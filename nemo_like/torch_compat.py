@@ -466,6 +466,11 @@ def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> contextlib.A
     )
 
 
+def only_fsdp_hooks(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within it, a call of `module` runs FSDP2's hooks and no others."""
+    return _hooks_where(module, _of_fsdp)
+
+
 def without_fsdp_hooks(module: object) -> contextlib.AbstractContextManager[None]:
     """Within it, a call of `module`, whose parameters are gathered already, runs all hooks but FSDP2's."""
     if isinstance(module, nn.Module):
@@ -556,8 +561,10 @@ def _state_in(owns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, value) for name, value in items if type(value) in (Tensor, nn.Parameter))
 
 
-def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn.Module] = ()) -> None:
-    """Call `nn.Module.compile`, and have the compiled call get plain tensors only.
+def compiled_call(
+    function: Callable[..., Any], name: str, backend: str, recomputes: Sequence[nn.Module] = ()
+) -> Callable[..., Any]:
+    """Return `function`, the forward of a `name`, compiled; the compiled call gets plain tensors only.
 
     AOTAutograd of torch 2.13 drops the gradient of an `AsyncCollectiveTensor` that a graph gets, such as the output of an
     embedding whose vocabulary is split: it would never train. So the wait is an operator in front of the graph.
@@ -566,8 +573,7 @@ def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn
     written into its own tensors in between, without a word from torch: a write is refused, also one that no region reads
     (a counter), since the call does not tell the two apart.
     """
-    module.compile(backend=backend)
-    graph: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+    graph = torch.compile(function, backend=backend)
     owns = list(map(vars, recomputes))
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -577,7 +583,7 @@ def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn
             output = graph(*map(_waited, args), **{name: _waited(value) for name, value in kwargs.items()})
             if written := [name for name, tensor, version in before if tensor._version != version]:
                 raise RuntimeError(
-                    f"The forward of {type(module).__name__} writes into its own {written[0]!r}, and torch.compile "
+                    f"The forward of {name} writes into its own {written[0]!r}, and torch.compile "
                     "recomputes from the values after the write: where it reads them, gradients are wrong. Use ac='full', "
                     "which recomputes from outside of the compiled layer, or compile=False."
                 )
@@ -592,12 +598,7 @@ def compile_in_place(module: nn.Module, backend: str, *, recomputes: Sequence[nn
                 "compiled layer, ac='selective' without dropout, or compile=False."
             ) from error
 
-    module._compiled_call_impl = call
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph."""
-    return module._compiled_call_impl is not None
+    return call
 
 
 def async_tensor_parallel() -> bool:

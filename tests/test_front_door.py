@@ -27,7 +27,11 @@ from nemo_like import Job, apply_activation_checkpointing, fit, flags, paralleli
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.option_fields import Options
-from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy, unwrap_checkpoint_wrapper
+from nemo_like.activation_checkpointing import (
+    CheckpointWrapper,
+    SelectivePolicy,
+    is_checkpointed,
+)
 from nemo_like.activation_checkpointing.policy import TorchPolicy
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.models import text_batch
@@ -141,7 +145,7 @@ def test_one_rank_takes_the_single_path_without_a_process_group_and_says_so(capl
         for strategy in ("fsdp2", "fsdp2", "ddp", "single"):
             model = PlainDecoder()
             assert parallelize(model, strategy) is model
-            assert isinstance(model.blocks[0], CheckpointWrapper)
+            assert is_checkpointed(model.blocks[0])
     assert not dist.is_initialized()
     assert caplog.text.count("with one rank") == 2  # once for fsdp2, once for ddp
 
@@ -175,11 +179,11 @@ def test_a_dtype_that_autocast_would_ignore_is_refused() -> None:
 def test_config_objects_and_policies_are_modes_too() -> None:
     policy = SelectivePolicy(drop=["aten.topk.default"])
     model = parallelize(PlainDecoder(), "single", policy)
-    assert model.blocks[0].policy is policy
+    assert model.blocks[0].forward.policy is policy
     config = CheckpointConfig(enabled=True, strategy="selective", ops_to_save=["torch.ops.aten.addmm.default"],
                               preserve_rng_state=False, profile_before_apply=False)  # fmt: skip
     model = parallelize(PlainDecoder(), "single", config)
-    assert set(model.blocks[0].policy.tracked_ops()) == {torch.ops.aten.addmm.default}
+    assert set(model.blocks[0].forward.policy.tracked_ops()) == {torch.ops.aten.addmm.default}
     assert model.blocks[0].preserve_rng_state is False
     assert not isinstance(parallelize(PlainDecoder(), "single", CheckpointConfig()).blocks[0], CheckpointWrapper)
 
@@ -212,22 +216,22 @@ def test_a_reentrant_layer_cannot_be_compiled() -> None:
         model = PlainDecoder()
         with pytest.raises(ValueError, match="use_reentrant is True and compile is on"):
             apply(model, ac=config, compile=True)
-        assert not any(isinstance(m, CheckpointWrapper) for m in model.modules())
+        assert not any(is_checkpointed(m) for m in model.modules())
 
 
 def test_layers_can_be_named() -> None:
     model = parallelize(PlainDecoder(), "single", "full", layers=["blocks.1"])
-    assert [isinstance(b, CheckpointWrapper) for b in model.blocks] == [False, True, False]
+    assert [is_checkpointed(b) for b in model.blocks] == [False, True, False]
     model = PlainDecoder()
     parallelize(model, "single", "full", layers=[model.blocks[2]])
-    assert unwrap_checkpoint_wrapper(model.blocks[2]) is not model.blocks[2]
+    assert is_checkpointed(model.blocks[2])
 
 
 def test_apply_activation_checkpointing_needs_no_process_group() -> None:
     model = apply_activation_checkpointing(build("qwen3"), "SELECTIVE", scope="language")
     loss_of(model, batch(2)).backward()
     assert not dist.is_initialized() and model.config.use_cache is False
-    assert isinstance(model.model.layers[0], CheckpointWrapper)
+    assert is_checkpointed(model.model.layers[0])
 
 
 def test_a_copy_of_a_model_in_mixed_precision_runs_its_own_weights() -> None:

@@ -17,7 +17,7 @@ from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.module_tree import bare_name
-from nemo_like.activation_checkpointing import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.layers import find_layers
 from nemo_like.offload import offloader_of
@@ -105,7 +105,7 @@ def _differences(model: Model, modes: Mapping[str, dict[str, Any]]) -> Iterator[
     assert bare["the loss"].isfinite() and len(bare) > 1
     for mode, arguments in modes.items():
         got, made = _step(model, arguments)
-        if arguments["ac"] in WORDS and not any(isinstance(module, CheckpointWrapper) for module in made.modules()):
+        if arguments["ac"] in WORDS and not any(is_checkpointed(module) for module in made.modules()):
             yield f"{mode}: nothing is checkpointed"
         if "offload" in arguments and not offloader_of(made).stats.moved_bytes:
             yield f"{mode}: nothing was moved"
@@ -163,10 +163,10 @@ def test_a_saved_plan_is_a_mode(tmp_path: Path) -> None:
 def test_a_config_that_profiles_first_checkpoints_only_large_layers() -> None:
     config = CheckpointConfig(enabled=True, strategy="full", memory_threshold_mb=1e3)
     model = parallelize(build("llama"), ac=config, sample_input=SAMPLE)
-    assert not any(isinstance(layer, CheckpointWrapper) for layer in model.model.layers)
+    assert not any(is_checkpointed(layer) for layer in model.model.layers)
     config = CheckpointConfig(enabled=True, strategy="full", memory_threshold_mb=1e-3)
     model = parallelize(build("llama"), ac=config, sample_input=SAMPLE)
-    assert all(isinstance(layer, CheckpointWrapper) for layer in model.model.layers)
+    assert all(is_checkpointed(layer) for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("patterns", [((), ("model.layers.[02]",)), (("model.layers.1",), ("**",))])
@@ -178,7 +178,7 @@ def test_patterns_choose_layers_and_those_that_ask_beat_those_that_forbid(
         True, "full", profile_before_apply=False, include_patterns=include, exclude_patterns=exclude
     )
     model = parallelize(build("llama"), ac=config)
-    assert [isinstance(layer, CheckpointWrapper) for layer in model.model.layers] == [False, True, False]
+    assert [is_checkpointed(layer) for layer in model.model.layers] == [False, True, False]
 
 
 def test_a_meta_model_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,7 @@ ELSEWHERE = (
     "checkpoint_timesteps",
     "dry_run",
     "explain",
+    "is_checkpointed",
     "is_recomputing",
     "PlanReport",
     "parallelize",

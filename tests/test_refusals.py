@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_like import MemoryProfiler, SelectiveCheckpointer, apply_activation_checkpointing, materialize, parallelize
 from nemo_like._util.option_fields import parse_options
-from nemo_like.activation_checkpointing import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.cli import main, make_parser
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_gradient_sync, set_model_state
 from nemo_like.distributed.launch import local_device
@@ -199,7 +199,7 @@ def test_a_bad_sample_of_a_hugging_face_model_is_named_with_the_models_own_reaso
     ):
         with pytest.raises(ValueError, match=f"forward pass of LlamaForCausalLM failed on the sample input {reason}"):
             parallelize(model, "single", ac="50%", sample_input=sample)
-        assert not any(isinstance(module, CheckpointWrapper) for module in model.modules())
+        assert not any(is_checkpointed(module) for module in model.modules())
 
 
 _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {

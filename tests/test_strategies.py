@@ -13,8 +13,8 @@ from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer
 from nemo_like.models import resolve_model
 from nemo_like.options import CheckpointConfig
@@ -156,7 +156,7 @@ def test_the_profile_chooses_layers_above_the_threshold():
     checkpointer = SelectiveCheckpointer(profiled, profiler)
     model = checkpointer.apply(plain)
     assert checkpointer.get_checkpointed_layers() == wanted
-    assert [isinstance(layer, CheckpointWrapper) for layer in model.layers] == [False, True, False, True]
+    assert [is_checkpointed(layer) for layer in model.layers] == [False, True, False, True]
     # Patterns come before the measurement, include before exclude.
     chosen = SelectiveCheckpointer(
         config(
@@ -187,7 +187,7 @@ def test_a_threshold_above_everything_leaves_the_model_alone(caplog):
     with caplog.at_level(logging.INFO, logger="nemo_like"):
         checkpointer.apply(plain, sample_input=torch.randn(4, 16))
     assert checkpointer.get_checkpointed_layers() == []
-    assert not any(isinstance(module, CheckpointWrapper) for module in plain.modules())
+    assert not any(is_checkpointed(module) for module in plain.modules())
     assert "memory_threshold_mb=50 MB" in caplog.text
 
 
@@ -200,7 +200,7 @@ def test_segments_are_balanced_by_measured_bytes():
     SelectiveCheckpointer(config(**fields, profile_before_apply=True, memory_threshold_mb=0)).apply(
         by_bytes, sample_input=x
     )
-    segments = [[id(getattr(layer, "_segment", layer)) for layer in model.layers] for model in (by_count, by_bytes)]
+    segments = [[id(getattr(layer.forward, "_segment", layer)) for layer in model.layers] for model in (by_count, by_bytes)]
     assert [ids.count(ids[0]) for ids in segments] == [2, 3]
     (_, wanted), (more, got), (less, other) = (train_step(model, x) for model in (plain, by_count, by_bytes))
     assert less < more
@@ -245,17 +245,17 @@ def test_what_matches_nothing_is_an_error_and_changes_nothing(fields, says):
 def test_excluding_a_module_excludes_the_layers_in_it(pattern, left):
     model = Stack(32, 32)
     apply_activation_checkpointing(model, config(strategy="full", exclude_patterns=[pattern]))
-    assert [number for number, layer in enumerate(model.layers) if isinstance(layer, CheckpointWrapper)] == left
+    assert [number for number, layer in enumerate(model.layers) if is_checkpointed(layer)] == left
 
 
 def test_a_config_is_an_ac_argument():
     model = Stack(32, 32, 32)
     apply_activation_checkpointing(model, config(strategy="selective", exclude_patterns=["layers.1"]))
-    assert [isinstance(layer, CheckpointWrapper) for layer in model.layers] == [True, False, True]
+    assert [is_checkpointed(layer) for layer in model.layers] == [True, False, True]
     model = Stack(32, 32)
     apply_activation_checkpointing(model, config(layer_classes=["Mlp"]))
     assert [type(layer) for layer in model.layers] == [Block, Block]
-    assert all(isinstance(layer.mlp, CheckpointWrapper) for layer in model.layers)
+    assert all(is_checkpointed(layer.mlp) for layer in model.layers)
     with pytest.raises(ValueError, match="checkpointed already"):
         SelectiveCheckpointer(config()).apply(model)
 
@@ -284,13 +284,13 @@ def test_the_transform_takes_the_outermost_of_nested_classes():
     plain = Stack(32, 32)
     model = copy.deepcopy(plain)
     ActivationCheckpointTransform(config(layer_classes=["Mlp", "Block"])).apply(model)
-    assert all(isinstance(layer, CheckpointWrapper) for layer in model.layers)
-    assert not any(isinstance(layer.mlp, CheckpointWrapper) for layer in model.layers)
+    assert all(is_checkpointed(layer) for layer in model.layers)
+    assert not any(is_checkpointed(layer.mlp) for layer in model.layers)
     assert model.state_dict().keys() == plain.state_dict().keys()
     (_, wanted), (_, got) = train_step(plain, torch.ones(4, 16)), train_step(model, torch.ones(4, 16))
     assert_bitwise(got, wanted)
     found_by_structure = ActivationCheckpointTransform({"enabled": True, "strategy": "full"}).apply(Stack(32, 32))
-    assert all(isinstance(layer, CheckpointWrapper) for layer in found_by_structure.layers)
+    assert all(is_checkpointed(layer) for layer in found_by_structure.layers)
 
 
 def test_the_transform_warns_with_the_classes_there_are(caplog):
@@ -304,7 +304,7 @@ def test_the_transform_warns_with_the_classes_there_are(caplog):
 
 def test_wrapped_modules_behave_as_the_bare_ones():
     model = ActivationCheckpointTransform(config(layer_classes=["Linear"])).apply(Stack(32))
-    assert isinstance(model.head, CheckpointWrapper) and model.head.out_features == 4
+    assert is_checkpointed(model.head) and model.head.out_features == 4
     assert model.head.weight is dict(model.named_parameters())["head.weight"]
     assert set(model.state_dict()) == set(Stack(32).state_dict())
     model.load_state_dict(Stack(32).state_dict())
@@ -335,7 +335,7 @@ def test_snn_fields_checkpoint_timesteps():
     assert_bitwise(got, wanted)
     through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), OwnLoop())  # the door needs repeated layers
     apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
-    assert isinstance(through_the_door[2].cell, CheckpointWrapper)
+    assert is_checkpointed(through_the_door[2].cell)
     assert type(through_the_door[0].layers[0]) is Block
     by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
     by_class.apply(OwnLoop())

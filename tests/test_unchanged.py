@@ -15,7 +15,7 @@ from nemo_like import FSDP2, MemoryBudget, PlanSearch, StepSpec, apply_activatio
 from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy
 from nemo_like.distributed import set_gradient_sync
 from nemo_like.losses.model_loss import chunk_model_loss
-from nemo_like.offload import OffloadWrapper, offload_activations
+from nemo_like.offload import Offloading, offload_activations
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ExpertParallel, OffloadConfig, Precision, TensorParallel
 from nemo_like.profiling import MemoryProfiler
 from tests.models.blocks import Stack
@@ -240,7 +240,7 @@ ON_OTHER_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] 
     "checkpoints itself": (_own_checkpointing, dict(ac="selective"), r"Call model\.gradient_checkpointing_disable\(\)"),
     "checkpoints itself as timm's do": (_timms_checkpointing, dict(ac="full"), r"set_grad_checkpointing\(False\)"),
     "checkpointed already": (
-        lambda: apply_activation_checkpointing(PlainDecoder(), "submodule"), dict(ac="full"), "is checkpointed already: a"
+        lambda: apply_activation_checkpointing(PlainDecoder(), "submodule"), dict(ac="full"), "is checkpointed already"
     ),
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ OTHER_CALLS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: CheckpointWrapper(torch.jit.script(nn.Sequential(nn.Linear(2, 2)))), "module is a TorchScript module"
     ),
     "an offloading wrapper around a word": (
-        lambda m: OffloadWrapper("x", offload_activations("all")), "module is a str; it must be a torch.nn.Module"
+        lambda m: Offloading("x", offload_activations("all")), "module is a str; it must be a torch.nn.Module"
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nemo_like import Job, dry_run, parallelize
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.torch_compat import FakeRanks, fake_ranks
@@ -161,10 +161,10 @@ def test_wrappers_stand_inside_of_units(world_size: int, replicas: int, ac: str)
     # named_modules order: the root, embedding, layers, then the final norm and the head as one unit of two modules.
     assert units == [model, model.model.embed_tokens, *layers, model.model.norm, model.lm_head]
     for layer in layers:
-        assert isinstance(layer, CheckpointWrapper) == (ac != "submodule")
+        assert is_checkpointed(layer) == (ac != "submodule")
         inside = [m for m in layer.modules() if m is not layer]
         assert not any(isinstance(m, FSDPModule) for m in inside)
-        assert any(isinstance(m, CheckpointWrapper) for m in inside) == (ac == "submodule")
+        assert any(is_checkpointed(m) for m in inside) == (ac == "submodule")
 
 
 def test_a_vocabulary_that_does_not_divide() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like import DDP, FSDP2, TensorParallel, parallelize
-from nemo_like.activation_checkpointing import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.bench import BenchOptions, compare_modes
 from tests.checks import assert_bitwise, whole
 from tests.models.decoders import NAMES, batch, build, loss_of
@@ -29,10 +29,10 @@ def test_structure(rank: int, world_size: int) -> None:
     model = build("llama")
     assert parallelize(model, ac="full") is model
     for layer in model.model.layers:
-        assert isinstance(layer, CheckpointWrapper) and isinstance(layer, FSDPModule)  # the unit is around the wrapper
+        assert is_checkpointed(layer) and isinstance(layer, FSDPModule)  # the unit is around the wrapper
     assert isinstance(model, FSDPModule)
     ddp = parallelize(build("llama"), "ddp", "full")
-    assert isinstance(ddp, DistributedDataParallel) and isinstance(ddp.module.model.layers[0], CheckpointWrapper)
+    assert isinstance(ddp, DistributedDataParallel) and is_checkpointed(ddp.module.model.layers[0])
 
 
 @pytest.mark.few(1)

@@ -96,19 +96,9 @@ def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Mod
 def every_module(module: nn.Module) -> dict[nn.Module, str]:
     """Return each registered module with its name in the original model, in registration order.
 
-    Wrappers and the modules inside them are both here, under one name; `nn.Module.modules` leaves out modules inside of
-    our wrappers, which answer for their class.
+    A wrapper and the module inside it have one name.
     """
-    names: dict[nn.Module, str] = {}
-    stack = [("", module)]
-    while stack:
-        name, current = stack.pop()
-        if current not in names:
-            names[current] = name
-            children = [(key, child) for key, child in current._modules.items() if child is not None]
-            inner = inner_name(current)
-            stack.extend((name if key == inner else join(name, key), child) for key, child in reversed(children))
-    return names
+    return {inner: bare_name(name) for name, inner in module.named_modules()}
 
 
 def join(prefix: str, name: str) -> str:

@@ -1,42 +1,41 @@
 """`apply_specs`: the only place that puts checkpointing into a model.
 
-Everything is checked before the first wrapper is made: an error leaves the model untouched.
+Everything is checked before the first region is put in place: an error leaves the model untouched.
 """
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare, bare_children, bare_modules, check_model, join
+from nemo_like._util.module_tree import bare_children, bare_modules, check_model, join
 from nemo_like.activation_checkpointing import kv_sharing
-from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
-from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.wrapper import (
+from nemo_like.activation_checkpointing.checkpointed import (
     SELECTIVE_AC_WRAPPER_FLAG,
-    CheckpointWrapper,
-    check_wrappable,
+    Checkpointed,
+    check_region,
+    is_checkpointed,
     watch_for_others,
 )
+from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.options import did_you_mean
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import disable_dynamo_lru_cache
 
 
 @runtime_checkable
 class Placement(Protocol):
-    """A transfer that can also take every tensor that a module saves for backward, by enclosing the module."""
+    """A transfer that can also take every tensor that a module saves for backward."""
 
-    def enclose(self, module: nn.Module) -> nn.Module:
-        """`module` inside a wrapper that adds no name; `module` itself is not changed."""
+    def enclose(self, module: nn.Module) -> None:
+        """Take the tensors that `module` saves from now on."""
 
 
 def apply_specs(
     model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False, without_cache: bool = True
 ) -> dict[str, nn.Module]:
-    """Wrap the modules that `specs` name, in place.
-
-    A module that is in several places (a looped block) gets one wrapper in all of them.
+    """Checkpoint the modules that `specs` name, in place: no module is exchanged, and no name or class changes.
 
     Args:
         model: the original model; changed in place.
@@ -46,7 +45,7 @@ def apply_specs(
             recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
-        The module that the model now has under each name in `specs`.
+        The module under each name in `specs`.
 
     Raises:
         ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing
@@ -55,89 +54,57 @@ def apply_specs(
     """
     check_model(model)
     specs = list(specs)
-    tree = _Tree(model)
-    _check(tree, specs, compile)
-    wrappers: dict[str, CheckpointWrapper] = {}
-    for spec in specs:  # all are made before the first is registered: an error leaves the model as it was
-        if spec.policy is None:
-            continue
+    chosen = _check(model, specs, compile)
+    regions: list[Checkpointed] = []
+    for spec in specs:  # all are made before the first is put in place: an error leaves the model as it was
         segment = _segment_of(spec)
-        how: dict[str, Any] = dict(
-            policy=spec.policy, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer
-        )
-        for position, name in enumerate(spec.members):
-            module = tree.find(name)
+        for position, name in enumerate(spec.members if spec.policy is not None else ()):
+            how: dict[str, Any] = dict(
+                name=name, preserve_rng_state=spec.preserve_rng_state, transfer=spec.transfer, policy=spec.policy
+            )
             if segment is None:
-                wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
+                regions.append(Checkpointed(chosen[name], use_reentrant=spec.use_reentrant, **how))
             else:
-                wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
+                regions.append(SegmentMember(chosen[name], segment, position, **how))
             if spec.keeps_something and len(spec.members) == 1:
-                vars(wrappers[name])[SELECTIVE_AC_WRAPPER_FLAG] = True
-    for name, wrapper in wrappers.items():
-        tree.put(name, wrapper)
+                vars(chosen[name])[SELECTIVE_AC_WRAPPER_FLAG] = True
+    for region in regions:
+        region.put()
     for spec in specs:
-        for name in spec.members:
-            if spec.policy is None and isinstance(spec.transfer, Placement):
-                tree.put(name, spec.transfer.enclose(tree.find(name)))
+        if spec.policy is None and isinstance(spec.transfer, Placement):
+            spec.transfer.enclose(chosen[spec.members[0]])
     if compile and any(spec.keeps_something for spec in specs):
         disable_dynamo_lru_cache()
-    if without_cache and wrappers and not kv_sharing.needs_cache(model):
-        kv_sharing.call_without_cache(model, wrappers.values())
-    if wrappers:
+    if without_cache and regions and not kv_sharing.needs_cache(model):
+        kv_sharing.call_without_cache(model, [region.module for region in regions])
+    if regions:
         watch_for_others(model)
-    return {name: tree.find(name) for spec in specs for name in spec.members}
+    return chosen
 
 
 def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:
     """Raise the errors that `apply_specs` would raise. Changes nothing."""
-    _check(_Tree(model), list(specs), compile)
+    _check(model, list(specs), compile)
 
 
-class _Tree:
-    """The places where each module of a model is registered, by its name in the original model."""
+def _check(model: nn.Module, specs: Sequence[CheckpointSpec], compile: bool) -> dict[str, nn.Module]:
+    """Return the modules by their names in `specs`.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules: dict[str, nn.Module] = {}
-        self._slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-        for parent_name, parent in bare_modules(model):
-            for key, child in bare_children(parent):
-                self._modules[join(parent_name, key)] = child
-                self._slots.setdefault(bare(child), []).append((bare(parent), key))
-
-    def find(self, name: str) -> nn.Module:
-        """The outermost wrapper, or the module itself, that is registered under `name`.
-
-        Raises:
-            ValueError: there is none.
-        """
-        module = self._modules.get(name)
-        if module is None:
-            near = get_close_matches(name, self._modules, n=1)
-            raise ValueError(
-                f"A region names {name!r}, which is not a module below this {type(self._model).__name__}."
-                + (f" Did you mean {near[0]!r}?" if near else "")
-            )
-        return module
-
-    def put(self, name: str, wrapper: nn.Module) -> None:
-        """Register `wrapper`, which contains the module of that name, wherever that module is."""
-        inner = bare(wrapper)
-        for parent, key in self._slots[inner]:
-            # The registered child itself, not `setattr`: a property of the same name may alias it.
-            parent._modules[key] = wrapper
-        for other, module in self._modules.items():
-            if bare(module) is inner:
-                self._modules[other] = wrapper
-
-
-def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
-    """Raise where a region names a module that is absent, in another region, or can't be wrapped."""
+    Raises:
+        ValueError, TypeError: as `apply_specs`.
+    """
+    modules = {join(at, key): child for at, parent in bare_modules(model) for key, child in bare_children(parent)}
     taken: dict[int, str] = {}
-    seen: set[str] = set()
+    chosen: dict[str, nn.Module] = {}
+    for name in (name for spec in specs for name in spec.members):
+        if name not in modules:
+            raise ValueError(
+                f"A region names {name!r}, which is not a module below this {type(model).__name__}."
+                + did_you_mean(name, list(modules))
+            )
     for spec in specs:
         if spec.policy is None:
-            tree.find(spec.members[0])
+            chosen[spec.members[0]] = modules[spec.members[0]]
             if not isinstance(spec.transfer, Placement):
                 raise TypeError(
                     f"The region of {spec.members[0]} has policy=None and {type(spec.transfer).__name__} as transfer, which "
@@ -150,12 +117,13 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
                 f"use_reentrant is True for {spec.members[0]} and compile is on: torch cannot compile it. Drop one."
             )
         for name in spec.members:
-            module = tree.find(name)
-            other = taken.setdefault(id(bare(module)), name)
-            if other != name or name in seen:
+            if id(modules[name]) in taken:
+                other = taken[id(modules[name])]
                 raise ValueError(f"{name} is in two regions (there it is {other}): it would be recomputed twice.")
-            seen.add(name)
-            check_wrappable(module, spec.policy, spec.use_reentrant, name)
+            taken[id(modules[name])] = name
+            chosen[name] = modules[name]
+            check_region(modules[name], spec.policy, spec.use_reentrant, name)
+    return chosen
 
 
 def _segment_of(spec: CheckpointSpec) -> Segment | None:
@@ -172,9 +140,9 @@ def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
     """
     check_model(model)
     for name, module in model.named_modules():
-        if isinstance(module, TorchCheckpointWrapper):
+        if is_checkpointed(module) or isinstance(module, TorchCheckpointWrapper):
             raise ValueError(
-                f"{name or 'The model'} is checkpointed already: a second wrapper would recompute it twice. "
+                f"{name or 'The model'} is checkpointed already: it would be recomputed twice. "
                 "Apply checkpointing once, to a freshly built model."
             )
         if replays and getattr(module, "gradient_checkpointing", False) is True:

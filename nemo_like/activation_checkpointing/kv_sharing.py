@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.module_tree import every_module
 from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
 
 _OF_CONFIGS = ("model_type", "use_cache", "num_kv_shared_layers")  # Attributes that only configs have.
@@ -75,9 +74,8 @@ def call_without_cache(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     Put on after checkpointing, as a forward pre-hook of every such module whose forward takes ``use_cache``. A caller's
     own ``use_cache`` counts, and without gradients (`generate`) nothing is changed.
     """
-    inside = {id(layer) for layer in layers}
-    outside = [module for module in model.modules() if id(module) not in inside]
-    for module in [each for each in outside if any(id(inner) in inside for inner in every_module(each))]:
+    inside = set(layers)
+    for module in [each for each in model.modules() if each not in inside and not inside.isdisjoint(each.modules())]:
         names = parameter_names(module.forward)
         if USE_CACHE in names:
             module.register_forward_pre_hook(_WithoutCache(names.index(USE_CACHE)), with_kwargs=True)

@@ -1,6 +1,7 @@
 """Checkpointing of modules that the caller holds, by mode: thin surfaces over `apply_specs`."""
 
 from collections.abc import MutableSequence, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -8,9 +9,13 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, check_model
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
-from nemo_like.activation_checkpointing.policy import Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed, check_region
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, one_region_each, submodules_to_checkpoint
+from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.options import normalise
+from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
+from nemo_like.torch_compat import wrapped_module
 
 
 def is_selective_activation_checkpointing(value: object) -> bool:
@@ -19,14 +24,13 @@ def is_selective_activation_checkpointing(value: object) -> bool:
 
 
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: MutableSequence[nn.Module]) -> None:
-    """Recompute whole layers and save nothing but their inputs. `layers` is changed in place to the wrappers.
+    """Recompute whole layers and save nothing but their inputs. The `layers` stay the modules that they are.
 
     Raises:
         ValueError: a layer is not in `model`.
         TypeError: a layer is already checkpointed. Both change nothing.
     """
-    names = names_in(model, layers)
-    _replace(layers, names, apply_specs(model, one_region_each(dict.fromkeys(names)), without_cache=False))
+    apply_specs(model, one_region_each(dict.fromkeys(names_in(model, layers))), without_cache=False)
 
 
 def apply_selective_checkpointing_to_layers(
@@ -42,7 +46,7 @@ def apply_selective_checkpointing_to_layers(
 
     Args:
         model: the model that holds the layers; changed in place.
-        layers: changed in place, so that a caller who keeps the list sees the wrappers.
+        layers: modules of it; the list stays as it is.
         has_kv_sharing: layers share keys and values through the cache: fall back to sub-modules, with a warning.
         enable_compile: the layers will be compiled; prepares Dynamo for several micro-batches.
         policy: chooses the outputs that each region keeps.
@@ -59,13 +63,12 @@ def apply_selective_checkpointing_to_layers(
         )
         apply_submodule_checkpointing(layers, has_kv_sharing)
         return
-    names = names_in(model, layers)
     specs = one_region_each(
-        dict.fromkeys(names),
+        dict.fromkeys(names_in(model, layers)),
         policy=SelectivePolicy() if policy is None else policy,
         preserve_rng_state=preserve_rng_state,
     )
-    _replace(layers, names, apply_specs(model, specs, compile=enable_compile, without_cache=False))
+    apply_specs(model, specs, compile=enable_compile, without_cache=False)
 
 
 def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: bool) -> None:
@@ -110,6 +113,45 @@ def names_in(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     return [names[bare(layer)] for layer in layers]
 
 
-def _replace(layers: MutableSequence[nn.Module], names: Sequence[str], placed: dict[str, nn.Module]) -> None:
-    for index, name in enumerate(names):
-        layers[index] = placed[name]
+class CheckpointWrapper(TorchCheckpointWrapper):
+    """A wrapper around a module whose activations are recomputed, for callers who make one. Subclass of PyTorch's.
+
+    Names of parameters and state dicts are those of the module, which stays as it is: the region is the wrapper's call.
+
+    >>> wrapped = CheckpointWrapper(nn.Linear(2, 3))
+    >>> [name for name, _ in wrapped.named_parameters()], wrapped.out_features
+    (['weight', 'bias'], 3)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        use_reentrant: bool = False,
+        preserve_rng_state: bool = True,
+        *,
+        policy: Policy | None = None,
+        name: str = "",
+        early_stop: bool | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        """Wrap `module`; for the arguments see `Checkpointed`, for the errors `check_region`."""
+        check_region(module, FullPolicy() if policy is None else policy, use_reentrant, name)
+        super().__init__(module)
+        Checkpointed(
+            self,
+            policy,
+            name=name or type(module).__name__,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            early_stop=early_stop,
+            transfer=transfer,
+        ).put()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module inside a checkpoint wrapper (ours or PyTorch's), or `module` itself."""
+    return wrapped_module(module) if isinstance(module, TorchCheckpointWrapper) else module

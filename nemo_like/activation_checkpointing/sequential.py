@@ -3,13 +3,14 @@
 `torch.utils.checkpoint.checkpoint_sequential` needs a module that is a plain chain. A transformer's layers are called
 one by one by the model's own loop, each with masks and position tables. So the members of a segment record their
 calls here, and the first tensor that backward uses recomputes all of them in order: an argument that *is* an earlier
-output of the segment is recomputed, any other tensor is saved. Each member is called as the module that it is, hooks
-included, so that members which FSDP shards one by one gather their parameters in recomputation too.
+output of the segment is recomputed, any other tensor is saved. Each member is called with FSDP2's hooks in the
+recomputation, so that members which are sharded one by one gather their parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from nemo_like._util.log import warn_once
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.words import a_or_an
-from nemo_like.activation_checkpointing.engine.containers import Contents, map_leaves
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed
+from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import module_of, modules_in
+from nemo_like.activation_checkpointing.engine.module_state import modules_in
 from nemo_like.activation_checkpointing.engine.region import Region
-from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.activation_checkpointing.transfer import Transfer
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.torch_compat import left_to_python
+from nemo_like.torch_compat import left_to_python, only_fsdp_hooks
 
 
 class Segment:
@@ -43,7 +42,7 @@ class Segment:
         """Without the region that may be open: it belongs to this segment's graph, not to a copy's."""
         return self.__dict__ | {"_open": None}
 
-    def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: object, kwargs: object) -> Any:
+    def call(self, member: SegmentMember, position: int, args: object, kwargs: object) -> Any:
         """Run one member's call as part of the region that is open, or of a new one that begins with its first member."""
         region = self._open() if self._open is not None else None
         if region is None or region.complete or not self.continues(region, position, args, kwargs):
@@ -51,7 +50,7 @@ class Segment:
                 region.end()
             region = _SegmentRegion(member)
             self._open = weakref.ref(region)
-        out = region.record(run, position, args, kwargs)
+        out = region.record(member, position, args, kwargs)
         if self.is_full(region):
             region.end()
         return out
@@ -75,47 +74,33 @@ class Chunk(Segment):
         return len(region.calls) == self._size
 
 
-class SegmentMember(CheckpointWrapper):
-    """A layer in a `Segment`: the wrapper records the call, and the segment recomputes it."""
+class SegmentMember(Checkpointed):
+    """A layer in a `Segment`: its call is recorded, and the segment recomputes it."""
 
-    _segment = Segment(0)
-    _position = 0
+    word = "sequential"
 
-    def __init__(
-        self,
-        module: nn.Module,
-        segment: Segment,
-        position: int,
-        *,
-        policy: Policy | None = None,
-        preserve_rng_state: bool = True,
-        transfer: Transfer | None = None,
-        name: str = "",
-    ) -> None:
-        super().__init__(module, preserve_rng_state=preserve_rng_state, policy=policy, transfer=transfer, name=name)
-        self._segment = segment
-        self._position = position
+    def __init__(self, module: nn.Module, segment: Segment, position: int, **how: Any) -> None:
+        """Prepare. `how`: as for `Checkpointed`."""
+        super().__init__(module, **how)
+        self._segment, self._position, self._again = segment, position, False
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """As any module is called: hooks outside the region's tensors, which is where FSDP's are."""
-        return self.record(super().__call__, args, kwargs)
-
-    def record(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call `run`, a module that runs this one without its segment, and let the segment call it again."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._saves_nothing(args, kwargs):
-            return run(*args, **kwargs)
-        self._refuse_cache(args, kwargs)
-        return self._segment.call(self, run, self._position, args, kwargs)
-
-    def without_segment(self, *args: object, **kwargs: object) -> Any:
-        """Call this module, and let no segment call it again."""
-        return super().__call__(*args, **kwargs)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """The wrapped module's forward; a region of its own only where a whole model is compiled."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward as a part of the segment's region; as a region of its own if a whole model is compiled."""
         if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        return self._checkpoint_wrapped_module(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+        if self._again or not torch.is_grad_enabled() or self._saves_nothing(args, kwargs):
+            return self.call(*args, **kwargs)
+        self._refuse_cache(args, kwargs)
+        return self._segment.call(self, self._position, args, kwargs)
+
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module for the recomputation: with FSDP2's hooks, which gather its parameters, and no other ones."""
+        self._again = True
+        try:
+            with only_fsdp_hooks(self.module):
+                return self.module(*args, **kwargs)
+        finally:
+            self._again = False
 
 
 class _Earlier:
@@ -131,20 +116,19 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
-        self.run = run
+    def __init__(self, member: SegmentMember, args: Any, kwargs: Any) -> None:
+        self.member, self.module = member, member.module  # which the member itself refers to weakly
         self.requires_grad = [tensor.requires_grad for tensor in _tensors((args, kwargs))]
         # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
-        self.surroundings = Surroundings(run, (*args, *kwargs.values()), preserve_rng_state)
+        self.surroundings = Surroundings(self.module, member.preserve_rng_state)
         self.packs = 0  # The number of tensors that autograd had saved in the region at the end of the call.
 
     def keep_containers(self, stack: contextlib.ExitStack) -> None:
         """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
-        module = module_of(self.run)
-        containers = named_containers(map(type, modules_in(module))) if module is not None else ()
-        Contents([({"": container}, "", "") for container in containers]).restore(stack)
+        for container in named_containers(map(type, modules_in(self.module))):
+            stack.callback(_refill, container, copy.copy(container))
 
 
 class _CallsAgain:
@@ -170,7 +154,7 @@ class _CallsAgain:
             with contextlib.ExitStack() as region.tail:
                 call.surroundings.restore(region.tail, region)
                 with call.surroundings.looker():
-                    outputs.append(_tensors(call.surroundings.run(self.name, call.run, *args, **kwargs)))
+                    outputs.append(_tensors(call.surroundings.run(self.name, call.member.again, *args, **kwargs)))
 
 
 class _SegmentRegion(Region):
@@ -178,20 +162,24 @@ class _SegmentRegion(Region):
     its policy chooses."""
 
     def __init__(self, first: SegmentMember) -> None:
-        self._again = _CallsAgain(first.region_name)
+        self._again = _CallsAgain(first.name)
         super().__init__(
-            self._again, first.policy, first.region_name, first.transfer, True, first.preserve_rng_state, first
+            self._again, first.policy, first.name, first.transfer, True, first.preserve_rng_state, first.module
         )
         self._again.region = weakref.ref(self)
         self.calls = self._again.calls
         self.inputs = SavedInputs((), {})
-        self.surroundings = Surroundings(None, (), False)  # each call has its own
+        self.surroundings = Surroundings(None, False)  # each call has its own
         self.position_of_last = -1
         self.tail = contextlib.ExitStack()  # Ends with the call that is recomputed.
         # id of a tensor that a call returned → itself (weakly), its version then, and which it is.
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         # Tensors in objects that came in from outside, which the first call's arguments hold.
         self._entered: set[int] = set()
+
+    def check_again(self) -> None:
+        for call in self.calls:
+            call.surroundings.check_again(self.name)
 
     def stop_unless_waited_for(self) -> None:
         """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""
@@ -211,16 +199,16 @@ class _SegmentRegion(Region):
         return any(self._earlier(tensor) is not None for tensor in _tensors(value))
 
     @left_to_python
-    def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
+    def record(self, member: SegmentMember, position: int, args: Any, kwargs: Any) -> Any:
         """Make one call, with autograd keeping handles in the place of tensors."""
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
-        call = _Call(run, marked_args, marked_kwargs, self.preserve_rng_state)
+        call = _Call(member, marked_args, marked_kwargs)
         self.position_of_last = position
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
         try:
             around = call.surroundings.in_forward(self, self.forward_mode, None)
             with saved_tensors_hooks(self.pack, self.unpack), around:
-                out = run(*args, **kwargs)
+                out = member.call(*args, **kwargs)
         except BaseException:
             self.drop()
             self.complete = True
@@ -265,6 +253,11 @@ class _SegmentRegion(Region):
         """Return which output of the region `tensor` is; None if it is not one, or was changed in place since."""
         reference, version, mark = self._outputs.get(id(tensor), (None, None, None))
         return mark if reference is not None and reference() is tensor and version == tensor._version else None
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(contents)
 
 
 def _map(function: Callable[[Any], Any], value: object, kind: type = Tensor) -> Any:

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from nemo_like._util.module_tree import every_module
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import mesh_groups
 from nemo_like.distributed.layer_order import compare_layers
@@ -112,8 +111,8 @@ def shard_layers(
     gather_for_what_is_kept([unit.modules[0] for unit in plan.layers])
     refuse_new_parameters(model, lambda: fsdp_managed(model))
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
-    inside = {module for unit in plan.layers for top in unit.modules for module in every_module(top)}
-    holders = [module for module in every_module(model) if module not in inside and module._parameters]
+    inside = {module for unit in plan.layers for top in unit.modules for module in top.modules()}
+    holders = [module for module in model.modules() if module not in inside and module._parameters]
     for module in dict.fromkeys([model, *holders]):  # the model, and owners of weights outside of its layers
         module.register_forward_hook(explain_sharded_weights, always_call=True)
         if policy.param_dtype is not None and policy.cast_forward_inputs and type(module) in _OF_ONE_DTYPE:
@@ -239,7 +238,7 @@ def chain_prefetch(model: nn.Module, plan: UnitPlan, options: FSDP2 | None, insi
     forward, backward = options.forward_prefetch, options.backward_prefetch
 
     def fetched(unit: Unit) -> list[FSDPModule]:
-        below = every_module(unit.modules[0])
+        below = set(unit.modules[0].modules())
         return [_as_fsdp(module) for module in (unit.modules[0], *(each for each in inside if each in below))]
 
     stacks: dict[str, list[list[FSDPModule]]] = {}

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like._util.module_tree import every_module
+from nemo_like._util.module_tree import bare_name
 from nemo_like._util.words import a_or_an
-from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 
 
 @dataclass(eq=False)
@@ -75,7 +74,7 @@ def plan_units(
     apart: Iterable[nn.Parameter] = (),
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
-    names = every_module(model)
+    names = {module: bare_name(name) for name, module in model.named_modules()}
     for holder, name in names.items():
         if getattr(holder, "sparse", False) is True and any(p.requires_grad for p in holder.parameters(recurse=False)):
             raise ValueError(
@@ -83,8 +82,8 @@ def plan_units(
                 "sparse=False, or use strategy='ddp'."
             )
     theirs = sharded_by_caller(model)
-    inside = {module for unit in theirs for module in every_module(unit)}
-    groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
+    inside = {module for unit in theirs for module in unit.modules()}
+    groups = {m: group for m, group in _layer_groups(model, layers, names).items() if m not in inside}
     towers = _frozen_towers(groups)
     ignored = set(ignored_params)
     taken = {p for unit in theirs for p in unit.parameters()} | set(apart)
@@ -96,7 +95,7 @@ def plan_units(
 
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
     tail = None if ends == "root" else tail
-    tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
+    tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if m not in inside)
     owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
     if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
         owners = {p: {"root" if o == "tail" else o for o in units} for p, units in owners.items()}  # tied: no tail
@@ -164,7 +163,8 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
     """
     sharded: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module, name in every_module(model).items():
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name, module in modules.items():
         if not isinstance(module, FSDPModule) or module in inside:
             continue
         if not name:
@@ -173,37 +173,28 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
                 "was not passed to fully_shard. Only parts of it may be sharded before."
             )
         sharded.append(module)
-        inside.update(every_module(module))
+        inside.update(module.modules())
     return sharded
 
 
-def _within(module: nn.Module, inside: set[nn.Module]) -> bool:
-    """Return whether `module`, or the module it wraps, is among or below the modules that the caller sharded."""
-    return module in inside or (isinstance(module, CheckpointWrapper) and wrapped_module(module) in inside)
-
-
 def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return the layers as registered modules (a wrapper in place of its module), once each, with their groups."""
-    wrapper_of = {wrapped_module(m): m for m in names if isinstance(m, CheckpointWrapper)}
+    """Return the layers, once each, with their groups."""
     groups: dict[nn.Module, str] = {}
     for index, layer in enumerate(layers):
         module = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
         if not isinstance(module, nn.Module):
             raise TypeError(f"layers[{index}] is {a_or_an(layer)}; it must be a module of the model.")
         if module not in names:
-            raise ValueError(
-                f"layers[{index}], {a_or_an(module)}, is not in the model (after wrapping, pass the wrappers, "
-                "or find the layers again)."
-            )
+            raise ValueError(f"layers[{index}], {a_or_an(module)}, is not in the model: pass modules of it.")
         if module is model:
             raise ValueError(f"layers[{index}] is the model itself; pass its repeated blocks.")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"layers[{index}], {names[module]!r}, is a container; pass the modules in it.")
-        groups.setdefault(wrapper_of.get(module, module), "" if isinstance(layer, nn.Module) else layer.group)
+        groups.setdefault(module, "" if isinstance(layer, nn.Module) else layer.group)
     if not groups:
         raise ValueError("There are no layers to shard; pass the model's repeated blocks.")
     for module in groups:
-        for inner in every_module(module):
+        for inner in module.modules():
             if inner is not module and inner in groups:
                 raise ValueError(f"Layer {names[inner]!r} is inside layer {names[module]!r}; pass one of them.")
     return groups
@@ -249,7 +240,7 @@ def _tail(
     for module in tail:
         if module not in names:
             raise ValueError(f"tail has {a_or_an(module)} that is not in the model.")
-        if any(module in every_module(layer) or layer in every_module(module) for layer in layers):
+        if any(module in layer.modules() or layer in module.modules() for layer in layers):
             raise ValueError(f"tail module {names[module]!r} overlaps a layer.")
     return tuple(tail)
 
@@ -266,7 +257,7 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
         vocabularies = {m.num_embeddings for m in names if isinstance(m, nn.Embedding)}
         tails = [m for m in names if isinstance(m, nn.Linear) and order[m] > last and m.out_features in vocabularies]
         head = tails[0] if len(tails) == 1 else None
-    inside = {m for layer in layers for m in every_module(layer)}
+    inside = {m for layer in layers for m in layer.modules()}
     if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
         return ()
     parents = {stack.rpartition(".")[0] for stack in {names[layer].rpartition(".")[0] for layer in layers}}
@@ -291,7 +282,7 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
     get_inputs = getattr(next(iter(names)), "get_input_embeddings", None)
     with contextlib.suppress(NotImplementedError):  # SAM's masks are as many as its last linear has outputs
         inputs = get_inputs() if get_inputs is not None else None
-        alike = [m for m in alike if not isinstance(inputs, nn.Module) or m in every_module(inputs)]
+        alike = [m for m in alike if not isinstance(inputs, nn.Module) or m in inputs.modules()]
     if len(alike) != 1:
         return None
     # PEFT's wrapper of rows that train reads the weight in a forward of its own.
@@ -299,7 +290,7 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
     embedding = next(module for module, name in names.items() if name == plain)
     # A gradient takes the weight, or a norm inside, where the code does more than look rows up; then it is the root's.
     known = type(alike[0]).forward.__module__.partition(".")[0] in ("torch", "transformers", "peft")
-    holders = (module for module in every_module(embedding) if module._parameters)
+    holders = (module for module in embedding.modules() if module._parameters)
     return embedding if known and all(isinstance(m, nn.Embedding | nn.ParameterDict) for m in holders) else None
 
 
@@ -339,14 +330,10 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         params = [p for p in unit.params if p.requires_grad and p.dtype == dtype]
         chosen = set(params)
         holders = [
-            m
-            for top in unit.modules
-            for m in every_module(top)
-            if any(p in chosen for p in m.parameters(recurse=False))
+            m for top in unit.modules for m in top.modules() if any(p in chosen for p in m.parameters(recurse=False))
         ]
         for holder in holders:
-            inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
-            if holder in unit.modules or holder in inner or isinstance(holder, nn.ParameterList | nn.ParameterDict):
+            if holder in unit.modules or isinstance(holder, nn.ParameterList | nn.ParameterDict):
                 names_here = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
                 way_out = (
                     "Put the complex ones into a module of their own, as a cast to a real dtype drops the imaginary part."
@@ -358,6 +345,6 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
                     f"{names[holder] or 'the model'!r} itself holds {', '.join(names_here)} in {dtype} while most of "
                     f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. {way_out}"
                 )
-        modules = tuple(m for m in holders if not any(m is not o and m in every_module(o) for o in holders))
+        modules = tuple(m for m in holders if not any(m is not o and m in o.modules() for o in holders))
         unit.params = [p for p in unit.params if p not in chosen]
         yield Unit("+".join(names[m] for m in modules), "dtype", modules, params)

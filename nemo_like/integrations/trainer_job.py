@@ -1,6 +1,5 @@
 """The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, its largest batch, its plan."""
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from nemo_like.planning.devices import Device, device_of, step_limit
 from nemo_like.planning.predict import predict
 from nemo_like.planning.predictions.reserved import default_limit
 from nemo_like.planning.report import PlanReport
+from nemo_like.precision import Autocast
 from nemo_like.transformers_compat import prepared_inputs
 
 # Names of `TrainingArguments.optim` that are planned by another one.
@@ -97,14 +97,7 @@ def planned_model(model: nn.Module) -> nn.Module:
         for parameter in copied.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # accelerate: optimizers work on float32
-        forward, dtype = copied.forward, parse_dtype("precision", told.precision)
-
-        @functools.wraps(forward)
-        def cast(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast("cpu", dtype):
-                return forward(*args, **kwargs)
-
-        copied.forward = cast
+        Autocast(copied, "cpu", parse_dtype("precision", told.precision), None).put()
     return copied
 
 

@@ -3,7 +3,7 @@
 from nemo_like.offload.offloader import (
     HostPolicy,
     Offloader,
-    OffloadWrapper,
+    Offloading,
     apply_offloading,
     offload_activations,
     offloader_of,
@@ -14,8 +14,8 @@ from nemo_like.offload.stays import OffloadStats
 __all__ = [
     "HostPolicy",
     "OffloadStats",
-    "OffloadWrapper",
     "Offloader",
+    "Offloading",
     "apply_offloading",
     "offload_activations",
     "offloader_of",

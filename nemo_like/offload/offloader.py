@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,29 +20,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.forwards import Forward, Place, is_compiled, step_of
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import check_model, every_module
+from nemo_like._util.module_tree import check_model
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed, is_checkpointed, regions_in
+from nemo_like.activation_checkpointing.engine import is_recomputing
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
-from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper, Nameless
 from nemo_like.offload import stays
 from nemo_like.offload.backends import Backend, default_backend
 from nemo_like.offload.handles import ChosenHandle, Handle, HostHandle, InPlaceGuard, KeptHandle, SubclassHandle
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.stays import OffloadStats, is_wrapper_subclass, take_apart
 from nemo_like.options import OffloadConfig
+from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 from nemo_like.torch_compat import (
-    ActivationWrapper,
     innermost_saved_tensor_hooks,
-    is_compiled,
     left_to_python,
     version_of,
 )
-from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 
 
 def offload_activations(
@@ -284,9 +283,9 @@ class Offloader:
         self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
 
-    def enclose(self, module: nn.Module) -> nn.Module:
-        """`module` in a wrapper that gives this offloader the tensors that the module saves."""
-        return OffloadWrapper(module, self)
+    def enclose(self, module: nn.Module) -> None:
+        """Take the tensors that `module` saves from now on."""
+        Offloading(module, self).put()
 
     def refuse_inside_checkpointing(self) -> None:
         """Raise RuntimeError where a checkpointed region is being run: its own hooks would never be called."""
@@ -335,12 +334,12 @@ class HostPolicy:
         return on_host
 
 
-def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[CheckpointWrapper, Policy, Any]]:
+def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[Checkpointed, Policy, Any]]:
     """Let the layers' regions keep their outputs on the host; return the former settings, for `keep_as_before`."""
-    changed: list[tuple[CheckpointWrapper, Policy, Any]] = []
-    for region in dict.fromkeys(module for layer in layers for module in every_module(layer)):
+    changed: list[tuple[Checkpointed, Policy, Any]] = []
+    for region in regions_in(*layers):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
-        if isinstance(region, CheckpointWrapper) and not region.policy.keeps_nothing and not is_compiled(region):
+        if not region.policy.keeps_nothing and not is_compiled(region.module):
             changed.append((region, region.policy, region.transfer))
             if not isinstance(region.policy, HostPolicy):
                 region.policy = HostPolicy(region.policy)
@@ -348,7 +347,7 @@ def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple
     return changed
 
 
-def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> None:
+def keep_as_before(changed: Iterable[tuple[Checkpointed, Policy, Any]]) -> None:
     """Undo `keep_on_host`."""
     for region, policy, transfer in changed:
         region.policy, region.transfer = policy, transfer
@@ -361,9 +360,7 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"
-    return not isinstance(layer, ActivationWrapper) and any(
-        isinstance(m, ActivationWrapper) for m in every_module(layer)
-    )
+    return not is_checkpointed(layer) and bool(regions_in(layer))
 
 
 # Offloading put on a model's layers, for good, as `parallelize(..., offload=...)` does.
@@ -375,44 +372,28 @@ _NOTHING_SAVED = (
 )
 
 
-class OffloadWrapper(Nameless, TorchOffloadWrapper):
-    """A layer whose saved activations wait on the host: outside checkpointing and `torch.compile`, inside FSDP2's unit.
+class Offloading(Forward):
+    """A layer whose saved activations wait on the host: outside checkpointing and `torch.compile`, inside FSDP2's unit."""
 
-    Adds no name to parameters, modules or state dicts.
-    """
-
-    offloader: Offloader
+    place, word = Place.OFFLOADING, "offloaded"
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
         check_model(module, "module")
         super().__init__(module)
-        vars(self)["offloader"] = offloader  # the wrapper's own: `__setattr__` sets others in the module inside
+        self.offloader = offloader
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the layer as any module is; a segment of layers calls this wrapper again, which has FSDP2's hooks."""
-        layer, run = self._checkpoint_wrapped_module, super().__call__
-        if not isinstance(layer, SegmentMember):
-            return run(*args, **kwargs)
-        return self._moving(lambda *args, **kwargs: layer.record(run, args, kwargs), args, kwargs)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """The layer's forward; where gradients are on, saved tensors go through the offloader."""
-        layer = self._checkpoint_wrapped_module
-        if isinstance(layer, SegmentMember):
-            return layer.without_segment(*args, **kwargs)
-        return self._moving(layer, args, kwargs)
-
-    def _moving(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return call(*args, **kwargs)
-        layer, offloader = self._checkpoint_wrapped_module, self.offloader
-        offloader.refuse_inside_checkpointing()
-        offloader.enter_layer(layer, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; where gradients are on, saved tensors go through the offloader."""
+        # A segment of layers calls the module again: there nothing is saved for backward.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_recomputing():
+            return self.call(*args, **kwargs)
+        self.offloader.refuse_inside_checkpointing()
+        self.offloader.enter_layer(self.module, args, kwargs)
         try:
-            with offloader.hooks():
-                return call(*args, **kwargs)
+            with self.offloader.hooks():
+                return self.call(*args, **kwargs)
         finally:
-            offloader.leave_layer()
+            self.offloader.leave_layer()
 
 
 def apply_offloading(
@@ -422,14 +403,14 @@ def apply_offloading(
     *,
     backend: Backend | None = None,
 ) -> Offloader:
-    """Make the tensors that `layers` save for backward wait on the host. Changes `model`, and `layers` if a list.
+    """Make the tensors that `layers` save for backward wait on the host. Changes `model` in place.
 
     Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
     alone: backward starts with it. Tensors saved outside of layers (embedding, head, loss) are never moved.
 
     Args:
         model: holds the layers.
-        layers: in the order of forward; wrapped (`CheckpointWrapper`) or not, compiled or not.
+        layers: in the order of forward; checkpointed or not, compiled or not.
         config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and the outputs
             that checkpointing keeps inside, ``all`` everything; None: ``saved``.
         backend: see `offload_activations`.
@@ -443,26 +424,22 @@ def apply_offloading(
     """
     check_model(model)
     config = OffloadConfig.of(config, default="saved")
-    layers = layers if isinstance(layers, MutableSequence) else list(layers)
     offloader = Offloader(config, backend=backend)
     names = names_in(model, layers)
     if config.mode == "none":
         return offloader
     if not layers:
         raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
-    wrappers = [m for layer in layers for m in every_module(layer) if isinstance(m, ActivationWrapper)]
-    if any(isinstance(wrapper, TorchOffloadWrapper) for wrapper in wrappers):
+    if any(isinstance(m, TorchOffloadWrapper) or step_of(m, Offloading) for layer in layers for m in layer.modules()):
         raise ValueError(
             "One of the layers has offloading already: its tensors would be moved twice. Apply offloading once."
         )
-    if config.mode == "saved" and not wrappers:
+    if config.mode == "saved" and not regions_in(*layers):
         raise ValueError(_NOTHING_SAVED)
     moved = _moved(names)
     if config.mode in ("saved", "all"):
         keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
-    placed = apply_specs(model, _placements(moved, offloader), without_cache=False)
-    for index, name in enumerate(names):
-        layers[index] = placed.get(name, layers[index])
+    apply_specs(model, _placements(moved, offloader), without_cache=False)
     return offloader
 
 
@@ -511,4 +488,4 @@ def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointS
 
 def offloader_of(model: nn.Module) -> Offloader | None:
     """The offloader that `apply_offloading` put on `model` (for its ``stats``), or None."""
-    return next((module.offloader for module in every_module(model) if isinstance(module, OffloadWrapper)), None)
+    return next((step.offloader for module in model.modules() if (step := step_of(module, Offloading))), None)

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing import (
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     detect_kv_sharing_and_maybe_disable_cache,
-    unwrap_checkpoint_wrapper,
+    is_checkpointed,
 )
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.layers import find_layers
@@ -147,8 +147,8 @@ def test_a_cache_that_was_asked_for_is_refused_however_it_is_handed_on(name: str
 def test_whole_layers_are_replayed_where_states_are_passed_explicitly(name: str) -> None:
     model = parallelize(build_sharing(name), "single", "full")
     layers = [layer.module for layer in find_layers(model)]
-    assert shares_states_explicitly(unwrap_checkpoint_wrapper(layer) for layer in layers)
-    assert all(unwrap_checkpoint_wrapper(layer) is not layer for layer in layers)
+    assert shares_states_explicitly(layer for layer in layers)
+    assert all(is_checkpointed(layer) for layer in layers)
     assert model.config.get_text_config().use_cache is True, "the config is not ours to change"
 
 
@@ -249,13 +249,13 @@ def test_shared_models_fall_back_to_sub_modules_with_a_warning(caplog: pytest.Lo
     assert "share keys and values" in caplog.text
     assert layers == kept
     for layer in layers:
-        assert unwrap_checkpoint_wrapper(layer.self_attn) is layer.self_attn
-        assert unwrap_checkpoint_wrapper(layer.mlp) is not layer.mlp
+        assert not is_checkpointed(layer.self_attn)
+        assert is_checkpointed(layer.mlp)
 
 
 def test_submodule_checkpointing_skips_attention_of_shared_models_only() -> None:
     for sharing in (True, False):
         layers = [layer.module for layer in find_layers(build_sharing("gemma4"))]
         apply_submodule_checkpointing(layers, sharing)
-        wrapped = {unwrap_checkpoint_wrapper(layer.self_attn) is not layer.self_attn for layer in layers}
+        wrapped = {is_checkpointed(layer.self_attn) for layer in layers}
         assert wrapped == {not sharing}

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from nemo_like import SelectivePolicy, parallelize
 from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, Policy
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, TorchPolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import offload_activations
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, gradients_of

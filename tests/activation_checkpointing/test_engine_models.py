@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.tensors import tensors_in
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.checks import assert_bitwise, step
 from tests.models.blocks import Stack, under
 from tests.models.decoders import PlainBlock
@@ -60,7 +60,7 @@ def build(config):
 
 def wrap(layers, policy):
     for index, layer in enumerate(layers):
-        layers[index] = CheckpointWrapper(layer, policy=policy, name=f"model.layers.{index}")
+        Checkpointed(layer, policy, name=f"model.layers.{index}").put()
 
 
 @pytest.mark.few(3)
@@ -73,7 +73,7 @@ def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
     wrap(layers, policy)
     captured = {}
     layer = layers[0]
-    hook = layer._checkpoint_wrapped_module.register_forward_pre_hook(
+    hook = layer.register_forward_pre_hook(
         lambda _, args, kwargs: captured.update(args=args, kwargs=kwargs), with_kwargs=True
     )
     model(input_ids=torch.arange(32).view(2, 16) % 64)
@@ -82,7 +82,7 @@ def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
         a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in captured["args"]
     ]
     kwargs = captured["kwargs"]
-    region = Region(layer._checkpoint_wrapped_module, policy, "", None, True)
+    region = Region(layer.forward.call, policy, "", None, True)
     region.forward(args, kwargs)
     kept = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for e in region.kept for t in tensors_in(e.value)

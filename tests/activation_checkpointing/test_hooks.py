@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import nemo_like
 from nemo_like import CheckpointConfig, parallelize
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from nemo_like.torch_compat import CheckpointWrapper
 from tests.checks import assert_bitwise, gradients_of, same
 from tests.models.blocks import checkpoint_region, under
 
@@ -91,11 +89,6 @@ def _multiplies(model: nn.Sequential, log: Log) -> None:
         block.down.register_forward_hook(add)
 
 
-def _draws(model: nn.Sequential, log: Log) -> None:
-    for block in model:
-        block.up.register_forward_hook(lambda *_: log.append(torch.rand(()).item()))
-
-
 def _removes_itself(model: nn.Sequential, log: Log) -> None:
     for block in model:
         handles: list[Any] = []
@@ -109,8 +102,7 @@ def _removes_itself(model: nn.Sequential, log: Log) -> None:
 
 def _on_all(model: nn.Sequential, log: Log) -> None:
     def note(module: nn.Module, *_: Any) -> None:
-        if not isinstance(module, CheckpointWrapper):
-            log.append(type(module).__name__)
+        log.append(type(module).__name__)
 
     handles = [register_module_forward_hook(note), register_module_forward_pre_hook(note)]
     log.append(lambda: [handle.remove() for handle in handles])
@@ -127,7 +119,7 @@ def _on_the_module(model: nn.Sequential, log: Log) -> None:
     log.append(lambda: [(block.up.calls, block.up.out.sum().item()) for block in model])
 
 
-ONLOOKERS = (_caches, _counts, _on_layers, _multiplies, _draws, _removes_itself, _on_all, _on_the_module)
+ONLOOKERS = (_caches, _counts, _on_layers, _multiplies, _removes_itself, _on_all, _on_the_module)
 
 
 def _in_place(model: nn.Sequential, log: Log) -> None:
@@ -200,21 +192,6 @@ def _sets_the_weight(model: nn.Sequential, log: Log) -> None:
         block.up.register_forward_pre_hook(set_weight)
 
 
-def _object_of_the_module(model: nn.Sequential, log: Log) -> None:
-    """Writes into an object, or a dict in a dict, that an attribute of the module leads to."""
-
-    def set_factor(module: Any, args: Any) -> None:
-        module.state.table["factor"]["value"] = 1.0 + args[0].detach().mean().item()
-
-    def multiply(module: Any, args: Any, out: Tensor) -> Tensor:
-        return out * module.state.table["factor"]["value"]
-
-    for block in model:
-        block.up.state = SimpleNamespace(table={"factor": {"value": 1.0}})
-        block.up.register_forward_pre_hook(set_factor)
-        block.up.register_forward_hook(multiply)
-
-
 def _buffer(model: nn.Sequential, log: Log) -> None:
     def raise_scale(module: Any, args: Any) -> None:
         module.scale.add_(1)
@@ -232,7 +209,6 @@ PARTS = {
     "share a variable": _two_that_share("variable"),
     "share an object": _two_that_share("object"),
     "sets the weight": _sets_the_weight,
-    "object of the module": _object_of_the_module,
     "buffer": _buffer,
 }
 
@@ -342,6 +318,24 @@ def test_a_list_that_layers_fill_at_their_end_gets_nothing_in_backward(ac: str) 
     for _ in range(2):
         model(torch.ones(2, D)).square().mean().backward()
     assert len(ENDS) == 8
+
+
+@pytest.mark.parametrize("ac", MODES)
+def test_a_hook_that_changes_results_and_is_removed_before_backward_is_called_again(ac: str) -> None:
+    def gradients(mode: str) -> list[Tensor]:
+        model = under(mode, lambda: nn.Sequential(Block(), Block()))
+        handles = [
+            model[1].up.register_forward_hook(lambda module, args, kwargs, out: out * 2, with_kwargs=True),
+            model[1].up.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+        ]
+        loss = model(torch.ones(2, D)).square().mean()
+        for handle in handles:
+            handle.remove()
+        loss.backward()
+        assert not model[1].up._forward_hooks and not model[1].up._forward_hooks_with_kwargs
+        return list(gradients_of(model).values())
+
+    assert_bitwise(gradients(ac), gradients("none"))
 
 
 REENTRANT = CheckpointConfig(True, "full", use_reentrant=True, profile_before_apply=False)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import SelectivePolicy
 from nemo_like.activation_checkpointing.engine import RegionError, run_region
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, TorchPolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.checks import assert_bitwise
 from tests.models.blocks import gradients, region
 from tests.models.families import FAMILIES

@@ -13,15 +13,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import nemo_like
-from nemo_like import CheckpointConfig, CheckpointWrapper, SelectivePolicy, parallelize
+from nemo_like import CheckpointConfig, SelectivePolicy, parallelize
+from nemo_like._util.forwards import step_of
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing import CheckpointSpec, DecisionTable, FullPolicy, Policy, apply_specs
+from nemo_like.activation_checkpointing import (
+    CheckpointSpec,
+    DecisionTable,
+    FullPolicy,
+    Policy,
+    apply_specs,
+    is_checkpointed,
+)
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, TorchPolicy, named_ops_policy
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import one_region_each, segments_of
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
-from nemo_like.offload import HostPolicy, OffloadWrapper
+from nemo_like.offload import HostPolicy, Offloading
 from tests.checks import assert_bitwise, gradients_of
 from tests.models.blocks import LlamaBlock, NotingTransfer, Operators, RouterBlock, checkpoint_region, gradients, region
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
@@ -275,7 +283,7 @@ def test_a_policy_goes_with_every_region(strategy: str, name: str) -> None:
 def test_segments_keep_what_their_policy_says_over_several_calls_and_backwards(segments: int, policy: Policy) -> None:
     plain, model = build("plain"), build("plain")
     apply_specs(model, segments_of(BLOCKS, segments, policy=policy))
-    assert sum(isinstance(block, SegmentMember) for block in model.blocks) == 4 - segments  # one alone is no member
+    assert sum(isinstance(block.forward, SegmentMember) for block in model.blocks) == 4 - segments  # one alone is no member
     for m in (plain, model):
         torch.manual_seed(0)
         first, second = loss_of(m, batch(2, seed=4)), loss_of(m, batch(3, seed=5))
@@ -292,7 +300,7 @@ def test_a_segment_that_is_never_finished_leaves_nothing_behind() -> None:
     gc.disable()
     try:
         out = model.blocks[0](torch.randn(1, 4, 32, requires_grad=True))  # the other members are not called
-        region = model.blocks[0]._segment._open
+        region = model.blocks[0].forward._segment._open
         assert region() is not None
         del out
         assert region() is None
@@ -303,7 +311,8 @@ def test_a_segment_that_is_never_finished_leaves_nothing_behind() -> None:
 def test_place_is_a_part_of_the_spec() -> None:
     model = parallelize(build("plain"), "single", "selective", offload=nemo_like.OffloadConfig("saved", min_bytes=0))
     first, last = model.blocks[0], model.blocks[2]
-    assert isinstance(first, OffloadWrapper) and not isinstance(last, OffloadWrapper)
-    inside = first._checkpoint_wrapped_module
-    assert isinstance(inside, CheckpointWrapper) and isinstance(inside.policy, HostPolicy)
-    assert inside.transfer is first.offloader and not isinstance(last.policy, HostPolicy)
+    assert step_of(first, Offloading) and not step_of(last, Offloading)
+    region = first.forward.inner
+    assert isinstance(region.policy, HostPolicy) and region.transfer is first.forward.offloader
+    assert repr(first.forward) == "PlainBlock (offloaded, selective)" and is_checkpointed(last)
+    assert not isinstance(last.forward.policy, HostPolicy)

@@ -1,4 +1,4 @@
-"""The wrapper and the functions that put it in place: names, lists, shared blocks, refusals."""
+"""Regions and the functions that put them in place: names, lists, shared blocks, refusals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import (
@@ -18,8 +17,8 @@ from nemo_like.activation_checkpointing import (
     apply_full_layer_checkpointing_to_layers,
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
+    is_checkpointed,
     is_selective_activation_checkpointing,
-    unwrap_checkpoint_wrapper,
 )
 from tests.checks import assert_bitwise, step
 from tests.models.blocks import Stack
@@ -49,22 +48,21 @@ def test_a_state_dict_of_any_mode_loads_in_any_other(mode: str) -> None:
         assert_bitwise(list(model.parameters()), list(source.parameters()))
 
 
-def test_layers_list_is_changed_in_place_and_flagged() -> None:
+def test_layers_are_flagged_and_stay_the_modules_that_they_are() -> None:
     model = PlainDecoder()
-    bare = list(model.blocks)
+    before = list(model.modules())
     layers = _apply("selective", model)
-    assert layers == list(model.blocks)
-    for layer, block in zip(layers, bare, strict=True):
-        assert isinstance(layer, CheckpointWrapper) and isinstance(layer, TorchCheckpointWrapper)
-        assert unwrap_checkpoint_wrapper(layer) is block and unwrap_checkpoint_wrapper(block) is block
-        assert getattr(layer, SELECTIVE_AC_WRAPPER_FLAG) is True
-        assert layer.region_name.startswith("blocks.")
-    assert not hasattr(_apply("full", PlainDecoder())[0], SELECTIVE_AC_WRAPPER_FLAG)
+    assert list(model.modules()) == before
+    for layer in layers:
+        assert is_checkpointed(layer) and getattr(layer, SELECTIVE_AC_WRAPPER_FLAG) is True
+        assert layer.forward.name.startswith("blocks.") and repr(layer.forward) == "PlainBlock (selective)"
+    full = _apply("full", PlainDecoder())[0]
+    assert not hasattr(full, SELECTIVE_AC_WRAPPER_FLAG) and repr(full.forward) == "PlainBlock (full)"
 
 
-def test_wrapper_reads_through_to_the_module_and_survives_a_copy() -> None:
+def test_a_callers_wrapper_reads_through_to_the_module_and_survives_a_copy() -> None:
     wrapped = CheckpointWrapper(nn.Linear(2, 3), policy=SelectivePolicy())
-    assert wrapped.out_features == 3 and wrapped.weight is unwrap_checkpoint_wrapper(wrapped).weight
+    assert wrapped.out_features == 3 and wrapped.weight is wrapped.weight
     assert CheckpointWrapper(nn.Sequential(nn.Linear(2, 3)))[0].in_features == 2
     twin = copy.deepcopy(wrapped)
     x = torch.ones(1, 2)
@@ -72,14 +70,14 @@ def test_wrapper_reads_through_to_the_module_and_survives_a_copy() -> None:
     assert twin.weight.grad is not None and wrapped.weight.grad is None
 
 
-def test_a_looped_block_gets_one_wrapper_in_every_place() -> None:
+def test_a_looped_block_is_one_region_in_every_place() -> None:
     # Known failure 18.
     torch.manual_seed(0)
     shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model = Stack([shared, nn.Linear(4, 4), shared])
     reference, layers = copy.deepcopy(model), model.layers
     apply_full_layer_checkpointing_to_layers(model, [layers[0]])
-    assert layers[0] is layers[2] and isinstance(layers[0], CheckpointWrapper)
+    assert layers[0] is layers[2] and is_checkpointed(layers[0])
     assert_bitwise(step(model, torch.ones(2, 4)), step(reference, torch.ones(2, 4)))
 
 
@@ -98,8 +96,8 @@ def test_the_registered_child_is_replaced_and_not_its_alias() -> None:
     block = Block()
     names = [n for n, _ in block.named_parameters()]
     apply_submodule_checkpointing([block], False)
-    assert isinstance(block.self_attention, CheckpointWrapper) and block.self_attn is block.mlp is block.self_attention
-    assert type(unwrap_checkpoint_wrapper(block.self_attention)) is nn.Sequential
+    assert is_checkpointed(block.self_attention) and block.self_attn is block.mlp is block.self_attention
+    assert type(block.self_attention) is nn.Sequential
     assert [n for n, _ in block.named_parameters()] == names
 
 
@@ -111,7 +109,7 @@ def test_bad_layers_are_refused_and_nothing_changes() -> None:
     assert list(model.blocks) == before
     with pytest.raises(ValueError, match="no MLP, attention or norm"):
         apply_submodule_checkpointing([model.blocks[0], nn.Sequential(nn.Linear(2, 2))], False)
-    assert not any(isinstance(m, CheckpointWrapper) for m in model.modules())
+    assert not any(is_checkpointed(m) for m in model.modules())
     _apply("selective", model)
     for mode in ("full", "selective"):
         with pytest.raises(TypeError, match="already checkpointed"):
@@ -123,7 +121,7 @@ def test_bad_layers_are_refused_and_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_what_is_set_on_a_wrapped_layer_is_what_runs(mode: str) -> None:
+def test_what_is_set_on_a_checkpointed_layer_is_what_runs(mode: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -134,16 +132,13 @@ def test_what_is_set_on_a_wrapped_layer_is_what_runs(mode: str) -> None:
 
     model = nn.Module()
     model.blocks = nn.ModuleList([Layer()])
-    (wrapper,) = _apply(mode, model)
-    bare, new = unwrap_checkpoint_wrapper(wrapper), nn.Linear(2, 2)
-    wrapper.gain, wrapper.inside = 3.0, new  # as somebody does who finds the layer by its name, an adapter library say
-    assert bare.gain == 3.0 and bare.inside is new
+    (layer,) = _apply(mode, model)
+    new = nn.Linear(2, 2)
+    layer.gain, layer.inside = 3.0, new  # as an adapter library does, which finds the layer by its name
     assert list(model.state_dict()) == ["blocks.0.inside.weight", "blocks.0.inside.bias"]
     x = torch.ones(1, 2)
-    assert torch.equal(wrapper(x), new(x) * 3.0)
-    wrapper.train(False)
-    assert not wrapper.training and not bare.training
-    assert bare.policy == "of the layer itself" and wrapper.policy is not bare.policy
+    assert torch.equal(layer(x), new(x) * 3.0)
+    assert layer.policy == "of the layer itself"
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing import apply_specs
+from nemo_like.activation_checkpointing import apply_specs, is_checkpointed
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
@@ -75,7 +74,7 @@ def test_a_chain_keeps_the_inputs_of_its_segments(segments, dropout):
     layers = list(segmented)
     sizes = apply_sequential_checkpointing(segmented, layers, segments)
     assert sum(sizes) == 6 and len(sizes) == (2 if segments is None else segments)
-    assert layers == list(segmented) and all(isinstance(layer, TorchCheckpointWrapper) for layer in layers)
+    assert layers == list(segmented) and all(is_checkpointed(layer) for layer in layers)
     x = torch.randn(32, 8)
     plain_held, held = assert_same_step(plain, segmented, x)
     # What enters each segment but the first (whose input is there anyway), what leaves the last, and the loss.
@@ -193,7 +192,7 @@ def test_wrong_arguments_change_nothing():
     apply_sequential_checkpointing(model, list(model))
     with pytest.raises(TypeError, match="already checkpointed"):
         apply_sequential_checkpointing(model, list(model))
-    assert not any(isinstance(m._checkpoint_wrapped_module, SegmentMember) for m in model)
+    assert not any(isinstance(m.forward.inner, SegmentMember) for m in model)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.integrations import (
     ActivationOffloadingMixin,
     NoOpManager,
@@ -104,7 +104,7 @@ def _reference(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
 
 
 def _regions(model: nn.Module) -> int:
-    return sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+    return sum(is_checkpointed(module) for module in model.modules())
 
 
 @pytest.mark.few(2)
@@ -181,7 +181,7 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
     assert_bitwise(after, _reference(tmp_path, bf16=True))
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
     plan = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu", precision="bf16")
-    policies = [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+    policies = [module.policy for module in trainer.model.modules() if is_checkpointed(module)]
     assert policies == [each for each in plan.policies().values() if each is not None]
 
 
@@ -300,7 +300,7 @@ def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
     def policies(folder: str, **settings: Any) -> list[Any]:
         AcceleratorState._reset_state()
         trainer = _made(tmp_path / folder, ac="60%", **settings)
-        return [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+        return [module.policy for module in trainer.model.modules() if is_checkpointed(module)]
 
     float32, bf16 = policies("float32"), policies("bf16", bf16=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # what `accelerate launch` makes of mixed_precision: bf16

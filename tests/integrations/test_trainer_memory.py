@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.checks import assert_bitwise
 from tests.models import decoders
 
@@ -231,7 +231,7 @@ def test_memory_that_runs_out_is_said_before_the_first_step_with_what_to_paste(t
 @pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
 def test_a_budget_is_planned_for_the_largest_batch(tmp_path: Path, kind: str) -> None:
     trainer = made_trainer(kind, tmp_path, ac="60%")
-    wrapped = [module for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+    wrapped = [module for module in trainer.model.modules() if is_checkpointed(module)]
     assert wrapped and trainer.train().global_step == 3
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.log import forget_announcements
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.integrations import ActivationOffloadingMixin
 from nemo_like.losses import chunked_log_probs
 from nemo_like.losses.model_loss import computes_in_chunks
@@ -119,7 +119,7 @@ def _train(
 
 
 def _regions(model: nn.Module) -> int:
-    return sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+    return sum(is_checkpointed(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like._util.module_tree import bare_name
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.layers import find_layers
 from tests.checks import assert_bitwise, gradients_of
 from tests.models.adapted import k_bit, with_lora
@@ -35,7 +35,7 @@ def test_scopes_wrap_exactly_the_named_towers(name: str, scope: str) -> None:
     wanted = {"multimodal": ("vision",), "all": ("vision", "language")}.get(scope, (scope,))
     expected = {layer.fqn for layer in find_layers(model) if layer.group in wanted}
     apply_activation_checkpointing(model, "full", scope=scope)
-    wrapped = {bare_name(n) for n, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
+    wrapped = {bare_name(n) for n, module in model.named_modules() if is_checkpointed(module)}
     assert wrapped == expected
     for group in ("vision", "language"):
         in_group = [fqn for fqn in wrapped if any(word in fqn for word in TOWERS[group])]
@@ -69,7 +69,7 @@ def test_language_scope_on_an_unknown_plain_model() -> None:
     """A plain decoder is language, so that ``scope="language"`` does something there."""
     model = FAMILIES["module_list"].build()
     apply_activation_checkpointing(model, "full", scope="language")
-    assert all(isinstance(block, CheckpointWrapper) for block in model.body)
+    assert all(is_checkpointed(block) for block in model.body)
 
 
 # ------------------------------------------------------------------------------------------------- adapters and k bits

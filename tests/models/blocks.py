@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like._util.forwards import Forward
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
@@ -115,14 +115,13 @@ def under(ac: Any, make: Callable[[], nn.Module], **options: Any) -> Any:
 
 def count_runs(module: nn.Module, name: Any, ran: Counter[Any]) -> None:
     """Count the runs of a module's forward from now on, those in recomputation too, where a hook is not called."""
-    own = module.forward
 
-    @functools.wraps(own)
-    def forward(*args: object, **kwargs: object) -> object:
-        ran.update([name])
-        return own(*args, **kwargs)
+    class Counting(Forward):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            ran.update([name])
+            return self.call(*args, **kwargs)
 
-    module.forward = forward
+    Counting(module).put()
 
 
 class NotingTransfer:

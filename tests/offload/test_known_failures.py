@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from tests.checks import assert_bitwise

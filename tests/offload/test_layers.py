@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from nemo_like._util.forwards import step_of
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
-from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations, offloader_of
+from nemo_like.offload import Offloading, apply_offloading, offload_activations, offloader_of
 from nemo_like.offload.backends import Backend
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.checks import assert_bitwise
@@ -219,7 +220,7 @@ def test_bad_arguments_change_nothing(layers: Any, mode: Any, message: str) -> N
 def test_twice_is_refused_and_none_is_nothing() -> None:
     model = stack_of(lambda x, scale: x * scale, count=2)
     assert apply_offloading(model, list(model.layers), "none").config.mode == "none"
-    assert not any(isinstance(m, ActivationWrapper) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())
     first = apply_offloading(model, list(model.layers), "all")
     assert offloader_of(model) is first
     with pytest.raises(ValueError, match="has offloading already"):
@@ -231,21 +232,21 @@ def test_the_wrapper_adds_no_names_and_copies_get_host_memory_of_their_own() -> 
     names = [name for name, _ in model.named_modules()], list(model.state_dict())
     layers = list(model.layers)
     offloader = apply_offloading(model, layers, "all", backend=Backend())
-    assert all(issubclass(type(layer), OffloadWrapper) for layer in layers[:2]) and layers[2] is model.layers[2]
+    assert [step_of(layer, Offloading) is not None for layer in layers] == [True, True, False]
     assert (list(dict(model.named_modules())), list(model.state_dict())) == names
     assert model.layers[0].linear.in_features == 16  # attributes of the layer
     model(torch.randn(2, 16)).sum()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         mine = offloader_of(other)
         assert mine is not None and mine is not offloader and mine.config == offloader.config
-        assert other.layers[0].offloader is other.layers[1].offloader
+        assert other.layers[0].forward.offloader is other.layers[1].forward.offloader
 
 
 def test_a_looped_layer_is_wrapped_once() -> None:
     shared = stack_of(lambda x, scale: (x * scale).sin(), count=1).layers[0]
     model = Stack([shared, nn.Tanh(), shared, nn.Sigmoid()])
     apply_offloading(model, [shared, model.layers[1], shared, model.layers[3]], config(), backend=Backend())
-    assert model.layers[0] is model.layers[2] and isinstance(model.layers[0], OffloadWrapper)
+    assert model.layers[0] is model.layers[2] and step_of(model.layers[0], Offloading)
     x = torch.randn(4, 16)
     assert_bitwise(trained(model, x), trained(Stack([shared, nn.Tanh(), shared, nn.Sigmoid()]), x))
 

@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.fake_rank import SAME, dry_run
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning import BudgetError, plan_for
@@ -59,7 +59,7 @@ def test_a_budget_that_only_chunks_meet() -> None:
     with pytest.raises(BudgetError, match=r"loss='chunked' \([\d.]+MiB less\)"):
         parallelize(wide(), ac=budget, **options)
     model = parallelize(wide(), ac=budget, loss=CHUNKS, **options)
-    assert any(isinstance(module, CheckpointWrapper) for module in model.modules())
+    assert any(is_checkpointed(module) for module in model.modules())
     whole = parallelize(wide(), ac="none", loss=CHUNKS, strategy="single", device="cpu")
     assert_bitwise(step(model, **BATCH), step(whole, **BATCH))
 

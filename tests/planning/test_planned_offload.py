@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from nemo_like import Job, MemoryBudget, OffloadConfig, PlanSearch, StepSpec, parallelize, plan_for
+from nemo_like._util.forwards import step_of
 from nemo_like.cli import main
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.offloader import OffloadWrapper, apply_offloading
+from nemo_like.offload.offloader import Offloading, apply_offloading
 from nemo_like.planning import BudgetError, apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
@@ -89,7 +90,7 @@ def test_offload_is_advised_only_where_it_would_help() -> None:
 def test_the_front_door_plans_with_it() -> None:
     model, sample = _model()
     model = parallelize(model, "single", "50%", sample_input=sample, offload=SMALL, device="cpu")
-    assert any(isinstance(module, OffloadWrapper) for module in model.modules())
+    assert any(step_of(module, Offloading) for module in model.modules())
     model(**sample).loss.backward()
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_like import FSDP2, Job, OffloadConfig, Plan, PlanSearch, Precision, StepSpec, cli, parallelize, predict
 from nemo_like._util.module_tree import bare_modules
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.devices import Device, resolve_device
@@ -359,7 +359,7 @@ def _regions(model: nn.Module) -> dict[str, Any]:
     return {
         name: getattr(module.policy, "decisions", type(module.policy).__name__)
         for name, module in bare_modules(model)
-        if isinstance(module, CheckpointWrapper)
+        if is_checkpointed(module)
     }
 
 

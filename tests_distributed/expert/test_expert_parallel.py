@@ -48,7 +48,7 @@ def test_fewer_experts_than_ranks(rank: int, world_size: int) -> None:
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
     wanted = expected("mixtral", ids, num_local_experts=2)
     model = assert_trains(partial(build, "mixtral", num_local_experts=2), wanted, mine, {"ac": "full", "ep": 2})
-    experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
+    experts = model.model.layers[0].mlp.experts
     assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
 
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.engine import RegionError, verification
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, TorchPolicy
 from nemo_like.activation_checkpointing.spec import segments_of
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.checks import assert_bitwise, gradients_of, same
 from tests.models.blocks import LlamaBlock
 from tests_distributed.counting import CountOps

@@ -11,8 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from nemo_like.activation_checkpointing import is_checkpointed
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
@@ -78,9 +79,8 @@ def test_layers_then_tail_then_root(rank: int, world_size: int, which: str, expe
         model, layers = (m := _decoder()), m.layers
     elif which == "wrapped":
         model = _decoder()
-        inner = list(model.layers)
         _wrap(model, "full")
-        layers = inner  # the caller's list from before: the wrappers are what must be sharded
+        layers = model.layers
     else:
         model = llama(tie_word_embeddings=which == "tied llama")
         layers = model.model.layers
@@ -88,7 +88,7 @@ def test_layers_then_tail_then_root(rank: int, world_size: int, which: str, expe
     for unit in plan.units:
         assert all(isinstance(module, FSDPModule) for module in unit.modules)
         if which == "wrapped" and unit.kind == "layer":
-            assert isinstance(unit.modules[0], CheckpointWrapper)
+            assert is_checkpointed(unit.modules[0])
             assert not isinstance(unit.modules[0]._checkpoint_wrapped_module, FSDPModule)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert [(unit.name, unit.kind, len(unit.params)) for unit in plan.units] == expected

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.units import UnitPlan, plan_units

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_like.activation_checkpointing import is_checkpointed
 from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is in an environment of its own: bash .ci/hosts")
@@ -27,7 +28,6 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
     from torchtitan.models.common import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
 
-    from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 
     parallel_dims.device_type = "cpu"  # it knows accelerators alone
     spec = model_registry("debugmodel")
@@ -59,7 +59,7 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
         losses += [loss.item(), clip_grad_norm_(list(model.parameters()), 1.0).item()]
         optimizer.step()
         optimizer.zero_grad()
-    regions = sum(isinstance(module, CheckpointWrapper) for module in model.modules())
+    regions = sum(is_checkpointed(module) for module in model.modules())
     return losses, [p.to_local().detach().clone() for p in model.parameters()], regions
 
 

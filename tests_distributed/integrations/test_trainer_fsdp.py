@@ -238,5 +238,5 @@ def test_every_layer_is_a_unit_in_every_mode() -> None:
 @on_ranks(2, init_group=False, timeout=150)
 def test_accelerates_checkpointing_around_ours_is_refused(rank: int, world_size: int, ac: str) -> None:
     _, model, _ = _prepared(ac, activation_checkpointing=True)
-    with pytest.raises(ValueError, match=r"fsdp_activation_checkpointing: true.*two wrappers nest"):
+    with pytest.raises(ValueError, match=r"fsdp_activation_checkpointing: true.*two recomputations nest"):
         loss_of(model, batch())

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like import parallelize
+from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.state_dict import (

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine.compiled import compiled_region
+from nemo_like.activation_checkpointing.engine.compiled import compiled_region, warn_of_eager
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import is_recomputing
 from nemo_like.activation_checkpointing.engine.region import Region
@@ -75,7 +75,7 @@ def run_region(
         preserve_rng_state: recompute with the forward's random numbers.
         transfer: moves outputs with the decision HOST (default: synchronous copies).
         early_stop: False recomputes the region to its end (default: as `set_early_stop` has set it).
-        owner: the module or function whose first step is verified (default: `fn`); see `verification`.
+        owner: the module or function whose state is restored, and whose first step is verified (default: `fn`).
 
     Raises:
         RegionError: in backward, if recomputation and forward disagree, or a plan skips an output that backward needs.
@@ -89,14 +89,14 @@ def run_region(
     True
     """
     if torch.compiler.is_compiling():
-        options = {
-            "policy": policy,
-            "name": name,
-            "preserve_rng_state": preserve_rng_state,
-            "transfer": transfer,
-            "early_stop": early_stop,
-        }
-        return compiled_region(fn, args, kwargs, run_region, options)
+
+        def eagerly(*args: Any, **kwargs: Any) -> Any:
+            warn_of_eager(name)
+            return Region(fn, policy, name, transfer, _stops_early(early_stop), preserve_rng_state, owner).forward(
+                args, kwargs
+            )
+
+        return compiled_region(fn, args, kwargs, policy, preserve_rng_state, eagerly)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if torch_compat.in_functorch_transform():
@@ -105,5 +105,8 @@ def run_region(
             "hooks can't follow. Apply the transform to the model without activation checkpointing, or use "
             "torch.autograd.grad."
         )
-    early_stop = _early_stop_default if early_stop is None else early_stop
-    return Region(fn, policy, name, transfer, early_stop, preserve_rng_state, owner).forward(args, kwargs)
+    return Region(fn, policy, name, transfer, _stops_early(early_stop), preserve_rng_state, owner).forward(args, kwargs)
+
+
+def _stops_early(early_stop: bool | None) -> bool:
+    return _early_stop_default if early_stop is None else early_stop

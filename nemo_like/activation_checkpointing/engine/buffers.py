@@ -8,78 +8,48 @@ buffers are updated twice, and the second pass may compute with other scales tha
 from __future__ import annotations
 
 import contextlib
-import weakref
 
 import torch
 from torch import Tensor, nn
 
-from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState, Own
+from nemo_like.activation_checkpointing.engine.random_state import Learned
 from nemo_like.torch_compat import is_fake, sparse_parts, version_of
 
 # Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
 # histories, running statistics); large buffers (masks, position tables) hardly ever change.
 _SMALL = 1 << 16
 
-# By module and training mode: the stamp of the module's attributes, and its buffers at that time.
-_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-class _Known:
-    """One buffer of a module, and whether a forward has been seen to change it."""
-
-    __slots__ = ("changes", "name", "owner")
-
-    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
-        self.owner, self.name, self.changes = owner, name, False
-
-
-def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
-    """The buffers, and the tensors that are plain attributes (a router's load)."""
-    return tuple(
-        _Known(owner, name)
-        for child in every_module(module)
-        for owner in (child._buffers, child.__dict__)
-        for name, value in owner.items()
-        if owner is child._buffers or type(value) is Tensor
-    )
-
 
 def copied_in_forward(module: nn.Module) -> int:
-    """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
-    buffers = (known.owner.get(known.name) for known in _buffers_of(module))
+    """Return the bytes that a region of `module` copies before every forward, and drops after it if they did not change."""
+    buffers = (table[name] for table, name in ModuleState(module).buffers())
     return sum(size for b in buffers if isinstance(b, Tensor) and (size := _bytes(b)) <= _SMALL)
 
 
 class BufferSnapshot:
-    """The buffers that `module` changes in its forward, as they were before it.
+    """The buffers that a module changes in its forward, as they were before it.
 
     The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
     Later ones copy the small buffers and those that were seen to change, and drop the copies of buffers that did not
     change, by identity and version. Modules without buffers, as most transformer layers are, cost nothing.
-
-    stamp: another object than before when attributes of the modules have come, gone or changed their type.
     """
 
-    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_stamp")
+    __slots__ = ("_before", "_copies", "_first", "_learned")
 
-    def __init__(self, module: nn.Module, stamp: object = None) -> None:
-        self._module, self._mode, self._stamp = module, module.training, stamp
-        known_at, known_buffers = _known.get(module, {}).get(self._mode, (None, None))
-        if known_at is not stamp:
-            known_buffers = None
-        self._first = _buffers_of(module) if known_buffers is None else None
-        self._before: list[tuple[_Known, Tensor, int | None, Tensor | None]] = []
+    def __init__(self, state: ModuleState, learned: Learned) -> None:
+        self._learned, self._first = learned, learned.changing is None
+        self._before: list[tuple[Own, str, Tensor, int | None, Tensor | None]] = []
         copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
-        for known in known_buffers or self._first or ():
-            buffer = known.owner.get(known.name)
+        for table, name in state.buffers():
+            buffer = table[name]
             if isinstance(buffer, Tensor):
-                if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
+                changes = self._first or (id(table), name) in (learned.changing or ())
+                if id(buffer) not in copies and (changes or _bytes(buffer) <= _SMALL):
                     copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
-                self._before.append((known, buffer, version_of(buffer), copies.get(id(buffer))))
-        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+                self._before.append((table, name, buffer, version_of(buffer), copies.get(id(buffer))))
+        self._copies: list[tuple[Own, str, Tensor]] = []
 
     def forward_done(self) -> bool:
         """Call after forward. Returns whether there is state to put back for recomputation.
@@ -87,24 +57,23 @@ class BufferSnapshot:
         Raises RegionError for a large buffer that changes for the first time after forwards that left it alone.
         Recomputation has no copy of it to start from.
         """
-        if self._first is not None:
-            _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
-        for known, buffer, version, copy in self._before:
-            now = known.owner.get(known.name)
-            changed = known.changes or now is not buffer or version_of(buffer) != version
+        changing = self._learned.changing = self._learned.changing or set()
+        for table, name, buffer, version, copy in self._before:
+            now = table.get(name)
+            changed = (id(table), name) in changing or now is not buffer or version_of(buffer) != version
             # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
-            changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
+            changed = changed or (self._first and copy is not None and _differs(now, copy))
             if not changed:
                 continue
-            known.changes = True
+            changing.add((id(table), name))
             if copy is None and version_of(buffer) != version:
                 raise RegionError(
-                    f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
+                    f"Buffer {name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
                     "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
                     "(the buffer is copied from now on), or change the buffer outside of the layer."
                 )
             kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
-            self._copies.append((known.owner, known.name, kept))
+            self._copies.append((table, name, kept))
         self._before = []
         return bool(self._copies)
 

@@ -107,31 +107,37 @@ def compiled_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    policy: Policy,
+    preserve_rng_state: bool,
     run_eagerly: Callable[..., Any],
-    options: dict[str, Any],
 ) -> Any:
     """`run_region` for code that is being compiled. Dynamo traces this function.
 
     Where Dynamo cannot trace the region, it calls `checkpoint` as it is here, from code that is not
-    compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, and PyTorch's around
-    it sees none of the tensors saved there: it has nothing to recompute.
+    compiled. Then `run_eagerly` makes a region of ours of the call, and PyTorch's around it sees none of the tensors saved
+    there: it has nothing to recompute.
     """
 
     def body(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
-        warn_once(
-            f"The layer of checkpointed region {options['name']!r} was to be compiled. Dynamo cannot trace its code "
-            "(run with TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it "
-            "runs eagerly. ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
-            key="checkpointed region left to eager",
-        )
         if (around := _LeftToEager.inside.get()) is not None:
             around.taken_over = True
         with without_innermost_saved_tensor_hooks():
-            return run_eagerly(fn, args, kwargs, **options)
+            return run_eagerly(*args, **kwargs)
 
-    rng, policy = options["preserve_rng_state"], options["policy"]
     # Dynamo may trace where a partial function is made, and then it is not a constant.
     contexts = _contexts_of_nothing if policy.keeps_nothing else functools.partial(_contexts_under_dynamo, policy)
-    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
+    return checkpoint(
+        body, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
+    )
+
+
+def warn_of_eager(name: str) -> None:
+    """Warn once that a region which was to be compiled runs eagerly."""
+    warn_once(
+        f"The layer of checkpointed region {name!r} was to be compiled. Dynamo cannot trace its code "
+        "(run with TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it "
+        "runs eagerly. ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
+        key="checkpointed region left to eager",
+    )

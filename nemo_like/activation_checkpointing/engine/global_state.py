@@ -1,6 +1,6 @@
 """Everything around a region that steers its results and is not an argument: taken at forward, put back for recomputation.
 
-Random numbers (see `random_state`), context variables, autocast, the choice of SDPA back end, a replaced
+Random numbers, context variables, autocast, the choice of SDPA back end, a replaced
 `F.scaled_dot_product_attention`, function modes (a context-parallel patch, ``with torch.device(...)``), default dtype,
 deterministic algorithms, float32 precision. Other packages add theirs with `register`. Values that are as they were cost a
 comparison and no more.
@@ -8,7 +8,7 @@ comparison and no more.
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import is_
@@ -26,8 +26,8 @@ from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import ModuleState, fill, module_of
-from nemo_like.activation_checkpointing.engine.random_state import Generators, closure_of, learned_of
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of
+from nemo_like.activation_checkpointing.engine.random_state import Generators, learned_of
 from nemo_like.torch_compat import (
     SDP_KERNELS,
     SWITCH_READERS,
@@ -79,8 +79,8 @@ def _state(device: str | None) -> _State:
 class GlobalState:
     """One snapshot of it all, of the moment of its creation.
 
-    `generators` holds the random numbers that are not torch's own. None: random numbers are left as they are, and dropout
-    differs between forward and recomputation.
+    `generators`: those that operators are given. None: random numbers are left as they are, and dropout differs between
+    forward and recomputation.
     """
 
     __slots__ = ("_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_state", "generators", "variables")
@@ -105,8 +105,6 @@ class GlobalState:
             now = torch.get_device_module(self._device).get_rng_state()
             if torch.equal(self._device_rng, now):
                 self._device_rng = None
-        if self.generators is not None and not self.generators.forward_done():
-            self.generators = None
 
     def restore(self, stack: ExitStack) -> None:
         """Make everything as it was, until `stack` ends."""
@@ -295,29 +293,27 @@ def attention_back_end() -> Restore | None:
 @contextmanager
 def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
     present = dict(target)
-    fill(target, contents)
+    target.clear()
+    target.update(contents)
     try:
         yield
     finally:
-        fill(target, present)
+        target.clear()
+        target.update(present)
 
 
 # All that steers the results of one call and is not an argument: noted in forward, put back for its recomputation.
 
 
 class Surroundings:
-    """The state of the module that `function` is, or is a method of, and of the program, at the moment of creation.
+    """The state of the module that `function` is, or is a method of, and of the program, at the moment of creation."""
 
-    values: the call's arguments.
-    """
-
-    def __init__(self, function: Any, values: Iterable[Any], preserve_rng_state: bool) -> None:
+    def __init__(self, function: Any, preserve_rng_state: bool) -> None:
         module, self._learned = module_of(function), learned_of(function)
         self._module = ModuleState(module) if module is not None else None
-        self._buffers = BufferSnapshot(module, self._module.attributes) if module is not None and self._module else None
-        self._hooks = hook_calls(self._module, self._learned) if self._module is not None else None
-        held = self._module.generators if self._module is not None else closure_of(function)
-        self._global_state = GlobalState(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
+        self._buffers = BufferSnapshot(self._module, self._learned) if self._module is not None else None
+        self._hooks = hook_calls(self._module.walk.owns[: self._module.walk.count]) if self._module else None
+        self._global_state = GlobalState(Generators() if preserve_rng_state else None)
         # Makes the context that the function runs in, in recomputation.
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -355,6 +351,11 @@ class Surroundings:
         self._global_state.restore(stack)
         if self._hooks is not None:
             stack.enter_context(self._hooks.in_recomputation(region))
+
+    def check_again(self, region: str) -> None:
+        """Raise RegionError where the recomputation has changed state that is not put back."""
+        if self._module is not None:
+            self._module.check_signs(region, "a second time, in recomputation")
 
     def run(self, region: str, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call `function` with the context variables that forward found."""

@@ -1,28 +1,24 @@
-"""Callers' forward hooks: one that only looks on is called in forward, and not a second time in recomputation.
+"""Callers' forward hooks on modules inside a region: one that only looks is called in forward, and not in recomputation.
 
-A hook is part of the computation, and is called again, where it returns a value or writes: into a tensor that it is given,
-into its module or those below, into a context variable, or into autograd's graph. So are the others on the same module,
-since one may keep something for another. Where a hook writes elsewhere, and the layer reads that, recomputation reads
-the value written last: verification compares the numbers. Hooks of torch and of this package are always called again,
-and so are hooks inside a module that is compiled by itself.
+A hook is part of the computation, and is called again, where it returns a value, draws random numbers, writes into its
+arguments or its module, or has autograd save something. So are the others on the same module, since one may keep
+something for another. Recomputation calls them even if they were removed since, as PEFT removes those that it puts on for
+one call. Hooks of torch and of this package stay as they are. Where a hook writes elsewhere, and the layer
+reads that, verification of the first step finds other numbers.
 """
 
 import contextlib
-import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nemo_like._util.plain import inside, is_plain_value
-from nemo_like._util.rng import rng_state, set_rng_state
+from nemo_like._util.rng import rng_state
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.module_state import NOT_STATE, ModuleState, modules_in
-from nemo_like.activation_checkpointing.engine.random_state import HostRandom, Learned, is_same_state
-from nemo_like.torch_compat import GLOBAL_HOOKS, unseen
+from nemo_like.torch_compat import GLOBAL_HOOKS
 
 _recomputing = threading.local()
 
@@ -54,124 +50,132 @@ def recomputation(runs: bool = True) -> Iterator[None]:
         _recomputing.depth = before
 
 
-class _Hook:
-    """A caller's hook, and the callable in its place while a region runs."""
+_TABLES = tuple(GLOBAL_HOOKS)
+_FLAGS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
 
-    __slots__ = ("calls", "hook", "kept", "key", "owner", "position", "run", "table")
 
-    def __init__(self, owner: dict[str, Any], table: str, key: int, hook: Callable[..., Any]) -> None:
-        self.owner, self.table, self.key, self.hook = owner, table, key, hook
-        # For each call in forward, how many tensors autograd saved in it and dropped, and the states of random
-        # numbers after it, where it drew some; None: it must be called again.
-        self.calls: list[tuple[int, Any] | None] = []
-        self.kept: list[Any] = []  # The outputs that the region's policy saved in these calls.
-        self.position = 0
-        self.run: Callable[[_Hook, tuple[Any, ...]], Any] | None = None
+class _Instead(functools.partial[Any]):
+    """In the place of a hook, which is its last argument."""
 
-    def __call__(self, *args: Any) -> Any:
-        return self.hook(*args) if self.run is None or torch.compiler.is_compiling() else self.run(self, args)
+
+def _origin(hook: Any) -> Any:
+    while isinstance(hook, _Instead):  # of a region around this one
+        hook = hook.args[-1]
+    return hook
 
 
 class HookCalls:
-    """The calls of callers' hooks in one forward."""
+    """Calls of hooks on some modules in one forward, and those of them that recomputation leaves out."""
 
-    __slots__ = ("_hooks", "_learned", "_module")
-
-    def __init__(self, hooks: list[_Hook], state: ModuleState, learned: Learned) -> None:
-        self._hooks, self._module, self._learned = hooks, state, learned
+    def __init__(self, owners: list[dict[str, Any]]) -> None:
+        self._owners = owners
+        # Each hook with its number, the table that has it, and the tables that have a flag of it.
+        self._hooks = [
+            ([fields[name], *(fields[flag] for flag in flags if key in fields.get(flag, ()))], key, hook)
+            for fields in owners
+            for name, flags in _FLAGS.items()
+            for key, hook in fields[name].items()
+            if not _is_known(hook)
+        ]
+        # By hook: for each call in forward, how many tensors autograd saved in it and dropped; None: it is called again.
+        self._calls: dict[Callable[..., Any], list[int | None]] = {}
+        self._kept: list[tuple[Callable[..., Any], Any]] = []  # The outputs that the policy saved, with the hook.
 
     @contextlib.contextmanager
-    def in_place(self, run: Callable[[_Hook, tuple[Any, ...]], Any]) -> Iterator[None]:
-        """Within it `run` is called in the place of the hooks that are there still."""
-        for hook in self._hooks:
-            hook.position, hook.run = 0, run
-            if hook.owner[hook.table].get(hook.key) is hook.hook:
-                hook.owner[hook.table][hook.key] = hook
+    def _in_place(self, around: Callable[..., Any]) -> Iterator[None]:
+        """Within it `around(hook, ...)` is called in the place of each of the callers' hooks."""
+        put = [
+            (fields[name], key, hook, _Instead(around, hook))
+            for fields in self._owners
+            for name in _TABLES
+            for key, hook in fields[name].items()
+            if not _is_known(hook)
+        ]
+        for table, key, _, instead in put:
+            table[key] = instead
         try:
             yield
         finally:
-            for hook in self._hooks:
-                hook.run = None
-                if hook.owner[hook.table].get(hook.key) is hook:
-                    hook.owner[hook.table][hook.key] = hook.hook
+            for table, key, hook, instead in put:
+                if table.get(key) is instead:  # it was not removed meanwhile
+                    table[key] = hook
 
     @contextlib.contextmanager
     def in_forward(self, region: Any) -> Iterator[None]:
         """Within it the hooks' calls are noted; at its end it is decided which of them recomputation leaves out."""
-        with self.in_place(functools.partial(self._note, region)):
+        with self._in_place(functools.partial(self._note, region)):
             yield
-        again = {id(hook.owner) for hook in self._hooks if None in hook.calls}
-        every, self._hooks = self._hooks, [hook for hook in self._hooks if hook.calls and id(hook.owner) not in again]
-        left_out = {id(entry) for hook in self._hooks for entry in hook.kept}
+        again: set[Any] = set()
+        for fields in self._owners:
+            hooks = [_origin(hook) for name in _TABLES for hook in fields[name].values()]
+            again.update(hooks if any(None in self._calls.get(hook, ()) for hook in hooks) else ())
+        again |= {hook for hook, calls in self._calls.items() if None in calls}
+        for hook in again & self._calls.keys():
+            self._calls[hook] = [None] * len(self._calls[hook])
+        left_out = {id(entry) for hook, entry in self._kept if hook not in again}
+        self._kept.clear()
         if left_out:
             region.kept[:] = [entry for entry in region.kept if id(entry) not in left_out]
-        for hook in every:
-            hook.kept.clear()
 
-    def in_recomputation(self, region: Any) -> contextlib.AbstractContextManager[None]:
-        """Within it the hooks that only looked on are not called."""
-        return self.in_place(functools.partial(_leave_out, region))
+    @contextlib.contextmanager
+    def in_recomputation(self, region: Any) -> Iterator[None]:
+        """Within it forward's hooks are there, and those that only looked are not called."""
+        waiting = {hook: iter(calls) for hook, calls in self._calls.items()}
 
-    def _note(self, region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
-        packs, kept = len(region.handles), len(region.kept)
-        host, drawn = HostRandom(self._learned), rng_state()
-        generators = [(generator, generator.get_state()) for generator in self._module.generators]
-        before = _state(args)
-        result = hook.hook(*args)
-        now = _state(args)
-        writes = len(before) != len(now) or not all(
-            then is value or (is_plain_value(then) and then == value) for then, value in zip(before, now)
-        )
-        with unseen():
-            writes = writes or not all(torch.equal(generator.get_state(), state) for generator, state in generators)
-            drew = host.was_drawn_from() or not all(map(is_same_state, drawn, rng_state()))
+        def leave_out(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            packs = next(waiting.get(_origin(hook), iter(())), 0)
+            return hook(*args, **kwargs) if packs is None else region.pass_over(packs)
+
+        removed = [(tables, key, hook) for tables, key, hook in self._hooks if key not in tables[0]]
+        for tables, key, hook in removed:
+            tables[0][key] = hook
+            for flags in tables[1:]:
+                flags[key] = True
+        try:
+            with self._in_place(leave_out):
+                yield
+        finally:
+            for tables, key, _ in removed:
+                for table in tables:
+                    table.pop(key, None)
+
+    def _note(self, region: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        packs, kept, before, drawn = len(region.handles), len(region.kept), _state(args), rng_state()
+        result = hook(*args, **kwargs)
+        looks = result is None and before == _state(args)
+        looks = looks and all(map(_is_same, drawn, rng_state()))
         saves = any(handle() is not None for handle in region.handles[packs:])
-        after = (rng_state(), HostRandom(self._learned)) if drew else None
-        hook.calls.append(None if result is not None or writes or saves else (len(region.handles) - packs, after))
-        hook.kept += region.kept[kept:]
+        origin = _origin(hook)
+        self._calls.setdefault(origin, []).append(len(region.handles) - packs if looks and not saves else None)
+        self._kept += [(origin, entry) for entry in region.kept[kept:]]
         return result
 
 
-def _leave_out(region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
-    position = hook.position
-    hook.position += 1
-    noted = hook.calls[position] if position < len(hook.calls) else None
-    if noted is None:  # recomputation took another way
-        return hook.hook(*args)
-    packs, after = noted
-    region.pass_over(packs)
-    if after is not None:
-        set_rng_state(after[0])
-        after[1].put()
-    return None
-
-
-def hook_calls(state: ModuleState, learned: Learned) -> HookCalls | None:
-    """Return an object that notes calls of callers' hooks in a forward of `state`'s module; None: no such hooks."""
-    owners = [*state.registered.hooked, GLOBAL_HOOKS] if any(GLOBAL_HOOKS.values()) else state.registered.hooked
-    hooks = [
-        _Hook(owner, table, key, hook)
-        for owner in owners
-        for table in GLOBAL_HOOKS
-        for key, hook in owner[table].items()
-        if not _is_known(hook)
-    ]
-    return HookCalls(hooks, state, learned) if hooks else None
+def hook_calls(modules: list[dict[str, Any]]) -> HookCalls | None:
+    """Return an object that notes calls of callers' hooks on modules with these attributes; None: no such hooks."""
+    owners = [fields for fields in (*modules, GLOBAL_HOOKS) if fields["_forward_hooks"] or fields["_forward_pre_hooks"]]
+    hooks = (hook for fields in owners for name in _TABLES for hook in fields[name].values())
+    return None if all(map(_is_known, hooks)) else HookCalls(owners)
 
 
 def _is_known(hook: Any) -> bool:
+    hook = _origin(hook)
     while isinstance(hook, functools.partial):
         hook = hook.func
     package = getattr(hook, "__module__", None) or type(hook).__module__
-    return package.partition(".")[0] in ("torch", "nemo_like") and not isinstance(hook, _Hook)
+    return package.partition(".")[0] in ("torch", "nemo_like")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 def _state(args: tuple[Any, ...]) -> list[Any]:
-    """Return the state that a hook which is called with `args` may write, as things to compare."""
-    attributes = [value for m in modules_in(args[0]) for name, value in vars(m).items() if name not in NOT_STATE]
-    state: list[Any] = [*tensors_in(args[1:]), *attributes]
-    for value in {id(value): value for value in attributes if not is_plain_value(value)}.values():
-        state += inside(value, depth=3)
-    for variable, value in contextvars.copy_context().items():
-        state += (variable, value)
-    return state + [item._version for item in state if isinstance(item, Tensor) and not item.is_inference()]
+    """Return the state that a hook which is called with `args` may change, as things to compare."""
+    module: nn.Module = args[0]
+    tensors = (*tensors_in(args[1:]), *module.parameters(), *module.buffers())
+    versions = [(id(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
+    return [versions, [(name, id(value)) for name, value in vars(module).items()]]

@@ -1,8 +1,9 @@
-"""The state of a module that steers its forward and is not an argument: taken at forward, put back for recomputation.
+"""The state of a module that its forward reads and that is not an argument: restored for the recomputation, or refused.
 
-Put back: training flags, hooks, sub-modules that were exchanged, plain attributes and those of configurations (LoRA's active
-adapter, a counter), containers (LoRA's scales), parameters and buffers that were exchanged (`torch.func.functional_call`,
-an inner step), `requires_grad`. A parameter or buffer that was changed in place can't be put back, so that raises.
+Restored: plain attributes and those of configurations (training flags, the active adapter, a counter), `requires_grad`,
+parameters and buffers that were exchanged (`torch.func.functional_call`). Everything else that a module holds (lists,
+dicts, tensors in them, sub-modules) has a sign, made of identity, length and the version of tensors: no model was seen to
+change it, and if it changes, `RegionError` names it. Nothing is copied for that. `docs/evidence/restored-state.md` counts.
 
 A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, and so
 are their sorted attributes, for as long as those have the same names and types.
@@ -13,297 +14,263 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nemo_like._util.plain import is_plain_value
-from nemo_like.activation_checkpointing.engine.containers import Attribute, Contents, has_state
+from nemo_like._util.plain import is_plain, is_plain_value
 from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.torch_compat import version_of
 
 Own = dict[str, Any]  # The attributes of one module, or of one configuration.
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_TENSORS = ("_parameters", "_buffers")
-_TABLES = (*_TENSORS, "_modules", *HOOKS)
-_tables_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
-_hooks_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*HOOKS)
-_children_of: Callable[[Own], dict[str, nn.Module | None]] = itemgetter("_modules")
-# nn.Module's own attributes, and the lists in which nn.LSTM and its like have their parameters once more, as these
-# are gathered and freed; of the containers among them, those in `_TABLES` are looked at.
-_REGISTERS = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
-# The attributes of `nn.Module` that its forward does not read, hooks among them.
-NOT_STATE = _REGISTERS - {*_TENSORS, "_modules", "training"}
 # The last word of the names of attributes that hold a configuration: its values are looked at as the module's own.
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
+_CONTAINERS = (dict, list, tuple, set, deque)
+_MOST = 64  # Entries of a container that are in its sign, besides their number.
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 _PLAIN_OR_NONE = (*PLAIN_TENSORS, type(None))
-_ABSENT = object()
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_children_of: Callable[[Own], dict[str, nn.Module | None]] = itemgetter("_modules")
+_tables_of: Callable[[Own], tuple[dict[str, Any], ...]] = itemgetter("_parameters", "_buffers")
+
+
+class _Kinds(dict[type, bool]):
+    """By type, whether values of it may be held and restored: others would live for longer, and their graphs."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = is_plain(kind)
+        return self[kind]
+
+
+_kinds = _Kinds()
+# Attributes of `nn.Module` itself that are not held, and lists in which nn.LSTM has its parameters once more.
+_REGISTERS = {name for name, value in vars(nn.Module()).items() if not is_plain_value(value)}
+_AGAIN = {"_flat_weights", "_flat_weight_refs"}
 
 
 class ModuleState:
     """The modules of a region as its forward finds them."""
 
-    __slots__ = ("_contents", "_flags", "_values", "_versions", "attributes", "registered", "walk")
+    __slots__ = ("_flags", "_held", "_names", "_signs", "_tensors", "_values", "_versions", "walk")
 
     def __init__(self, module: nn.Module) -> None:
         self.walk = walk = walk_of(module)
-        self.attributes = attributes = walk.attributes
-        self.registered = walk.registered()
-        self._values = list(map(call, attributes.getters, walk.owns))
-        self._contents = Contents(attributes.containers) if attributes.containers else None
-        self._flags = list(map(_requires_grad, self.registered.parameters))
+        self._tensors = walk.tensors()
+        self._names = list(map(tuple, walk.owns))
+        self._values = [{n: v for n, v in fields.items() if _kinds[type(v)]} for fields in walk.owns]
+        self._flags = list(map(_requires_grad, self._tensors.parameters))
+        # Containers of plain values: one that is exchanged is restored, and one that is changed in place has a sign.
+        self._held = {(n, name): v for n, name in self._others() if _is_of_plain(v := walk.owns[n][name])}
+        self._signs = self._look()
         self._versions: list[int] = []
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Generators of random numbers in attributes."""
-        return [fields[name] for fields, name in self.attributes.generators]
+    def _look(self) -> dict[tuple[int, str], Any]:
+        """Return the signs of attributes that are not restored, by the number of their owner and name.
+
+        Tensors in attributes are buffers to `BufferSnapshot`.
+        """
+        owns, signs = self.walk.owns, {}
+        for key in self._others():
+            value = self._held.get(key, owns[key[0]][key[1]])
+            if not isinstance(value, Tensor | nn.Module):
+                signs[key] = _sign(value)
+        return signs
+
+    def _others(self) -> Iterator[tuple[int, str]]:
+        for number, (fields, values) in enumerate(zip(self.walk.owns, self._values)):
+            if len(fields) - len(values) != len(_REGISTERS) or number >= self.walk.count:
+                yield from ((number, name) for name in fields.keys() - values.keys() - _REGISTERS - _AGAIN)
+
+    def buffers(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the tables and names of buffers, and of tensors that are plain attributes (a router's load)."""
+        registered = [(table, name) for table in self.walk.tables[1::2] for name in table]
+        owns = self.walk.owns
+        return registered + [(owns[n], name) for n, name in self._others() if type(owns[n][name]) is Tensor]
 
     def forward_done(self) -> None:
-        """Call after forward: changes from here on are others'."""
-        self._versions = list(map(_version, self.registered.counted))
+        """Call after forward: changes from here on are others'.
 
-    def check(self, region: str, put_back: Callable[[Own, str], bool]) -> None:
-        """Raise RegionError for state changed in place since forward, except where `put_back` is true for it."""
-        counted = self.registered.counted
+        Raises:
+            RegionError: something that is not restored was changed, and earlier forwards had left it alone.
+        """
+        self._versions = list(map(_version, self._tensors.counted))
+        if self._signs:
+            before, self._signs = self._signs, self._look()
+            changed = {key for key, sign in self._signs.items() if sign != before.get(key)}
+            known = self.walk.changing
+            self.walk.changing = changed if known is None else known
+            if known is not None and not changed <= known:
+                raise RegionError(self._sentence(min(changed - known), "inside a checkpointed region"))
+
+    def check(self, region: str, restored: Callable[[Own, str], bool]) -> None:
+        """Raise RegionError for state that was changed since forward, and is not restored, by this or by `restored`."""
+        counted = self._tensors.counted
         versions = list(map(_version, counted))
         for tensor, version in zip(counted, self._versions) if versions != self._versions else ():
-            if tensor._version == version:
-                continue
-            for name, holder in self.registered.places(tensor, put_back):
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise RegionError(
-                    f"Region {region!r}: the {what} {name!r} of a {self.walk.class_of(holder)} was changed in place between "
-                    f"forward and backward (version {version}, now {tensor._version}), so recomputation would compute with "
-                    "other values. Change it after backward, or run forward again after the change."
-                )
-        if self._contents is not None:
-            self._contents.check(region, put_back)
+            for fields, table in self._tensors.places(tensor) if tensor._version != version else ():
+                name = next(name for name, other in table.items() if other is tensor)
+                if not restored(table, name):
+                    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                    raise RegionError(
+                        f"Region {region!r}: the {kind} {name!r} of a {self.walk.kinds[fields]} was changed in place "
+                        f"between forward and backward (version {version}, now {tensor._version}), so recomputation would "
+                        "compute with other values. Change it after backward, or run forward again after the change."
+                    )
+        for number, children in enumerate(self.walk.children):
+            for name, child in children.items():
+                if self.walk.owns[number]["_modules"].get(name) is not child:
+                    raise RegionError(
+                        f"Region {region!r}: the sub-module {name!r} of a {self.walk.kinds[number]} was exchanged between "
+                        "forward and backward, so recomputation would run another one. Exchange it after backward."
+                    )
+        self.check_signs(region, "between forward and backward")
+
+    def check_signs(self, region: str, when: str) -> None:
+        """Raise RegionError where something that is not restored was changed `when`."""
+        now = self._look() if self._signs else {}
+        if key := next((key for key, sign in self._signs.items() if now.get(key) != sign), None):
+            raise RegionError(f"Region {region!r}: {self._sentence(key, when)}")
+
+    def _sentence(self, key: tuple[int, str], when: str) -> str:
+        number, name = key
+        kind = type(self.walk.owns[number].get(name)).__name__
+        return (
+            f"the attribute {name!r} of a {self.walk.kinds[number]}, a {kind}, was changed {when}, and recomputation would "
+            "compute with other values, or change it twice. Keep its contents in a buffer or a plain attribute, which are "
+            "restored, or change it under `if not nemo_like.is_recomputing()`."
+        )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the modules into the state that forward found, until `stack` ends."""
-        owns = self.walk.owns
-        stack.callback(_put_back, owns, list(map(dict.copy, owns)))
-        if not self.registered.is_current():
-            self.registered.restore(stack)
-        if not self._has_same_attributes():
-            self._restore_attributes()
-        if self._contents is not None:
-            self._contents.restore(stack)
-        if list(map(_requires_grad, self.registered.parameters)) != self._flags:
-            for parameter, flag in zip(self.registered.parameters, self._flags):
-                if parameter.requires_grad != flag:
-                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
-                    parameter.requires_grad_(flag)
-
-    def _has_same_attributes(self) -> bool:
-        if list(map(list, self.walk.owns)) != self.attributes.names:
-            return False
-        now = map(call, self.attributes.getters, self.walk.owns)
-        return all(map(is_, chain.from_iterable(now), chain(*self._values)))
-
-    def _restore_attributes(self) -> None:
-        attributes = self.attributes
-        for fields, names, plain, values in zip(self.walk.owns, attributes.names, attributes.plain, self._values):
-            for name in fields.keys() - set(names):
-                del fields[name]
-            for name, value in zip(plain, values):
-                now = fields.get(name, _ABSENT)
-                if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
-                    fields[name] = value
+        stack.callback(_put_back, self.walk.owns, list(map(dict.copy, self.walk.owns)))
+        self._tensors.restore(stack)
+        for fields, names, values in zip(self.walk.owns, self._names, self._values):
+            if len(fields) != len(names):
+                for name in fields.keys() - set(names):
+                    del fields[name]
+            fields.update(values)
+        for (number, name), value in self._held.items():
+            self.walk.owns[number][name] = value
+        for parameter, flag in zip(self._tensors.parameters, self._flags):
+            if parameter.requires_grad != flag:
+                stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(flag)
 
 
 def _put_back(owns: list[Own], before: list[Own]) -> None:
     """Undo writes of the recomputation and its preparation to attributes."""
     for fields, then in zip(owns, before):
         if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
-            fill(fields, then)
+            fields.clear()
+            fields.update(then)
 
 
-def fill(table: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(contents)
+class _Tensors:
+    """The parameters and buffers of some modules, as they are now."""
 
-
-class Registered:
-    """The parameters, buffers, sub-modules and hooks of some modules, as they are now."""
-
-    def __init__(self, modules: list[Own]) -> None:
-        self._modules = modules
-        self._tables = self._filled()
-        self._contents = {(id(fields), key): fields[key].copy() for fields in modules for key in _TABLES if fields[key]}
-        self._keys, self._entries = list(chain(*self._tables)), self._values(self._tables)
-        tensors = [[fields[key] for fields in modules] for key in _TENSORS]
-        parameters, buffers = ([t for t in self._values(tables) if t is not None] for tables in tensors)
-        # Parameters with a flag to put back.
-        self.parameters = [t for t in {id(t): t for t in parameters}.values() if t.is_leaf]
+    def __init__(self, walk: Walk) -> None:
+        self._tables, self._contents = walk.tables, list(map(dict.copy, walk.tables))
+        tensors = {id(t): t for t in chain.from_iterable(map(dict.values, walk.tables)) if t is not None}.values()
+        # Parameters with a flag to restore.
+        self.parameters = [t for t in tensors if isinstance(t, nn.Parameter) and t.is_leaf]
         # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
-        adapted = {fields.get("parameter_name") for fields in modules if "lora_A" in fields["_modules"]} - {None}
-        held = [fields["_parameters"].get(name) for fields in modules for name in adapted]
+        adapted = {str(fields.get("parameter_name")) for fields in walk.owns if "lora_A" in fields.get("_modules", ())}
+        held = [table.get(name) for table in walk.tables for name in adapted]
         written = {id(t) for t in held if t is not None and not t.requires_grad}
-        # Parameters and buffers with a version to compare.
-        both = (t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference())
-        self.counted = [t for t in both if id(t) not in written]
-        self._has_hooks = any(map(any, map(_hooks_of, modules)))
+        # Those with a version to compare.
+        self.counted = [
+            t for t in tensors if type(t) in PLAIN_TENSORS and not t.is_inference() and id(t) not in written
+        ]
         # Nothing in it must go before the next forward: no graph, as tensors put in by a functional call have.
-        self.may_be_remembered = all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
-
-    def _filled(self) -> list[dict[Any, Any]]:
-        return [table for table in chain.from_iterable(map(_tables_of, self._modules)) if table]
-
-    @staticmethod
-    def _values(tables: list[dict[Any, Any]]) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, tables)))
+        self.may_be_remembered = all(t.is_leaf for t in tensors)
 
     def is_current(self) -> bool:
-        """Return whether the very same entries are in the same tables."""
-        tables = self._filled()
-        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
-            return False
-        values, keys = self._values(tables), list(chain(*tables))
-        return keys == self._keys and all(map(is_, values, self._entries))
+        """Return whether the very same entries are in the tables."""
+        now, then = (list(chain.from_iterable(map(dict.items, tables))) for tables in (self._tables, self._contents))
+        return len(now) == len(then) and all(a[1] is b[1] and a[0] == b[0] for a, b in zip(now, then))
 
-    @property
-    def hooked(self) -> list[Own]:
-        """The attributes of modules with hooks, but for those inside of one that is compiled by itself."""
-        return list(_hooked(self._modules[0], set())) if self._has_hooks else []
-
-    def places(self, tensor: Tensor, put_back: Callable[[Own, str], bool]) -> Iterator[tuple[str, Own]]:
-        """The names of a parameter or buffer, with the attributes of the module, but for places that are `put_back`."""
-        for fields in self._modules:
-            for table in (fields[key] for key in _TENSORS):
-                yield from (
-                    (name, fields) for name, other in table.items() if other is tensor and not put_back(table, name)
-                )
+    def places(self, tensor: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The numbers of modules that have the tensor, with the tables that it is in."""
+        return (
+            (number // 2, table)
+            for number, table in enumerate(self._tables)
+            if any(other is tensor for other in table.values())
+        )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the entries back until `stack` ends."""
-        for fields in self._modules:
-            for key in _TABLES:
-                table, wanted = fields[key], self._contents.get((id(fields), key), {})
-                if key in _TENSORS:
-                    _restore_tensors(table, wanted, stack)
-                elif table != wanted:
-                    stack.callback(fill, table, table.copy())
-                    fill(table, wanted)
+        for table, then in zip(self._tables, self._contents) if not self.is_current() else ():
+            for name in table.keys() | then.keys():
+                now, wanted = table.get(name), then.get(name)
+                # Sharded to gathered is FSDP's own change, made before this and in it.
+                if now is not wanted and type(now) in _PLAIN_OR_NONE and type(wanted) in _PLAIN_OR_NONE:
+                    stack.callback(_set, table, name, now, name in table)
+                    _set(table, name, wanted, name in then)
 
 
-def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
-    for name, tensor in wanted.items():
-        now = table.get(name)
-        # Sharded to gathered is FSDP's own change, made before this and in it.
-        if now is not tensor and type(now) in _PLAIN_OR_NONE and type(tensor) in _PLAIN_OR_NONE:
-            stack.callback(table.__setitem__, name, now)
-            table[name] = tensor
-    for name in table.keys() - wanted.keys():
-        stack.callback(table.__setitem__, name, table.pop(name))
-
-
-def _hooked(fields: Own, seen: set[int]) -> Iterator[Own]:
-    if id(fields) in seen or fields.get("_compiled_call_impl") is not None or "_orig_mod" in fields["_modules"]:
-        return
-    seen.add(id(fields))
-    if any(_hooks_of(fields)):
-        yield fields
-    for child in fields["_modules"].values():
-        if child is not None and isinstance(vars(child).get("_parameters"), dict):
-            yield from _hooked(vars(child), seen)
-
-
-class Attributes:
-    """The attributes of modules and configurations, sorted by their treatment; valid while these stay."""
-
-    def __init__(self, walk: Walk, present: tuple[list[str], list[type]]) -> None:
-        self.present = present
-        self.names = list(map(list, walk.owns))
-        # The attributes whose values may be held: others would live for longer, and their graphs.
-        self.plain = [
-            [n for n, v in fields.items() if is_plain_value(v) or _is_configuration(n, v)] for fields in walk.owns
-        ]
-        self.getters = list(map(_getter, self.plain))
-        self.containers: list[Attribute] = []  # The attributes that `Contents` looks into.
-        self.generators: list[tuple[Own, str]] = []
-        for number, (fields, plain) in enumerate(zip(walk.owns, self.plain)):
-            is_module = number < walk.count
-            free = [(name, value) for name, value in fields.items() if name not in _REGISTERS]
-            self.generators += [(fields, name) for name, value in free if isinstance(value, torch.Generator)]
-            for name, value in free:
-                # A module's configurations are looked at as it is.
-                if not (is_module and name in plain) and (isinstance(value, Tensor) or has_state(value)):
-                    self.containers.append((fields, name, walk.class_of(fields)))
-
-
-def _getter(names: list[str]) -> Callable[[Own], tuple[Any, ...]]:
-    return itemgetter(*names) if len(names) > 1 else lambda fields: tuple(fields[name] for name in names)
+def _set(table: dict[str, Any], name: str, value: Any, present: bool) -> None:
+    table[name] = value
+    if not present:
+        del table[name]
 
 
 class Walk:
-    """The modules of one layer and their configurations."""
+    """The modules of one layer, and their configurations."""
 
     def __init__(self, root: nn.Module) -> None:
+        modules = list(modules_in(root))
         # Attributes of the modules, then of the configurations. Not the modules: one is a key of the table of walks.
-        self.owns: list[Own] = []
-        self._classes: dict[int, str] = {}
-        for module in modules_in(root):
-            self._add(vars(module), module)
-        self._configs = list(_configurations(self.owns))
-        self._modules = self.owns.copy()
-        self.count = len(self._modules)  # Modules among `owns`.
-        for config in {id(value): value for _, _, value in self._configs}.values():
-            self._add(vars(config), config)
-        self._children = list(map(dict.copy, map(_children_of, self._modules)))
-        self.attributes = Attributes(self, self._present())  # The attributes as `look` saw them last.
-        self._registered: Registered | None = None
+        self.owns: list[Own] = list(map(vars, modules))
+        self.count = len(modules)
+        self._configs = [
+            (fields, n, value) for fields in self.owns for n, value in fields.items() if _is_configuration(n, value)
+        ]
+        configs = list({id(value): value for _, _, value in self._configs}.values())
+        self.kinds = [type(owner).__name__ for owner in (*modules, *configs)]
+        self.children = list(map(dict.copy, map(_children_of, self.owns)))
+        self.tables = list(chain.from_iterable(map(_tables_of, self.owns)))
+        self.owns += map(vars, configs)
+        self._tensors: _Tensors | None = None
+        # Attributes that are not restored and whose signs the first forward has changed.
+        self.changing: set[tuple[int, str]] | None = None
 
-    def _add(self, fields: Own, owner: object) -> None:
-        self.owns.append(fields)
-        self._classes[id(fields)] = type(owner).__name__
+    def is_current(self) -> bool:
+        """Return whether the modules and configurations are these still."""
+        same = all(fields.get(name) is value for fields, name, value in self._configs)
+        return same and list(map(_children_of, self.owns[: self.count])) == self.children
 
-    def class_of(self, fields: Own) -> str:
-        """Return the name of the class whose instance has these attributes."""
-        return self._classes[id(fields)]
-
-    def look(self) -> bool:
-        """Look at the attributes of now; returns whether the modules and configurations are those of the walk still.
-
-        `attributes` is another object where an attribute or a buffer has come or gone, or changed its type.
-        """
-        exchanged = any(fields.get(name) is not value for fields, name, value in self._configs)
-        if exchanged or list(map(_children_of, self._modules)) != self._children:
-            return False
-        present = self._present()
-        if self.attributes.present != present:
-            if len(list(_configurations(self._modules))) != len(self._configs):
-                return False
-            self.attributes = Attributes(self, present)
-        return True
-
-    def _present(self) -> tuple[list[str], list[type]]:
-        buffers = [fields["_buffers"] for fields in self._modules]
-        return list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
-
-    def registered(self) -> Registered:
-        """Return the parameters, buffers, sub-modules and hooks of now."""
-        known = self._registered
+    def tensors(self) -> _Tensors:
+        """Return the parameters and buffers of now."""
+        known = self._tensors
         if known is None or not known.is_current():
-            known = Registered(self._modules)
-            self._registered = known if known.may_be_remembered else None
+            known = _Tensors(self)
+            self._tensors = known if known.may_be_remembered else None
         return known
+
+
+def _is_of_plain(value: Any) -> bool:
+    if not isinstance(value, _CONTAINERS) or len(value) > _MOST:
+        return False
+    return all(map(is_plain_value, value.values() if isinstance(value, dict) else value))
+
+
+def _sign(value: Any, depth: int = 2) -> Any:
+    """Return identity, or of a container length and signs of its first entries; of a tensor the version, too."""
+    if is_plain_value(value):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    if depth == 0 or not isinstance(value, _CONTAINERS):
+        return id(value)
+    items = chain(value, value.values()) if isinstance(value, dict) else value
+    return type(value), len(value), [_sign(item, depth - 1) for item, _ in zip(items, range(_MOST))]
 
 
 _walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
@@ -312,34 +279,20 @@ _walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
 def walk_of(root: nn.Module) -> Walk:
     """Return the walk over `root`, which is remembered."""
     walk = _walks.get(root)
-    if walk is None or not walk.look():
+    if walk is None or not walk.is_current():
         walk = _walks[root] = Walk(root)
     return walk
 
 
 def modules_in(root: nn.Module) -> Iterator[nn.Module]:
     """`root` and all modules in it, each once; scripted ones have nothing that Python code could change."""
-    seen: set[int] = set()
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen or not isinstance(module.__dict__.get("_parameters"), dict):
-            continue
-        seen.add(id(module))
-        yield module
-        waiting += reversed(module._modules.values())
+    return (module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
 def module_of(function: object) -> nn.Module | None:
     """The module that `function` is, or is a method of."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _configurations(owns: list[Own]) -> Iterator[tuple[Own, str, Any]]:
-    return (
-        (fields, name, value) for fields in owns for name, value in fields.items() if _is_configuration(name, value)
-    )
 
 
 def _is_configuration(name: str, value: object) -> bool:

@@ -75,7 +75,8 @@ class Region:
         preserve_rng_state: bool = True,
         owner: object = None,
     ) -> None:
-        self.verification = verification.start(fn if owner is None else owner, name, preserve_rng_state)
+        self.owner = fn if owner is None else owner
+        self.verification = verification.start(self.owner, name, preserve_rng_state)
         self.fn = fn
         self.preserve_rng_state = preserve_rng_state
         self.policy = policy
@@ -102,7 +103,7 @@ class Region:
     @torch_compat.left_to_python
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inputs = SavedInputs(args, kwargs)
-        self.surroundings = Surroundings(self.fn, (*args, *kwargs.values()), self.preserve_rng_state)
+        self.surroundings = Surroundings(self.owner, self.preserve_rng_state)
         try:
             with (
                 saved_tensors_hooks(self.pack, self.unpack),
@@ -228,6 +229,7 @@ class Region:
                 entry.value = None
             if self.verification is not None:
                 self.verification.compare()
+                self.check_again()
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the recomputation of checkpointed region {self.name!r}, in backward)")
@@ -239,6 +241,10 @@ class Region:
                 outer.paused = False
         if self.complete:
             self.verification = None
+
+    def check_again(self) -> None:
+        """Raise RegionError where the recomputation has changed state that is not restored."""
+        self.surroundings.check_again(self.name)
 
     def new_replay_mode(self, keep: bool) -> ReplayMode | None:
         """Return a mode that puts saved outputs back in the recomputation that now begins; None where nothing is

@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import every_module
 from nemo_like._util.plain import inside
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.consistency_checks import gather, mesh_groups, number_of, wire_device
@@ -149,7 +148,7 @@ def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[
 
 def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """The same for generators that attributes of modules lead to."""
-    attributes = (value for module in every_module(model) for value in vars(module).values())
+    attributes = (value for module in model.modules() for value in vars(module).values())
     values = {id(item): item for value in attributes for item in inside(value, depth=3)}
     held = [access for access in map(_access, values.values()) if access is not None]
     return {f"generator {number} of the model": access for number, access in enumerate(held)}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_name, join
-from nemo_like.torch_compat import ActivationWrapper, as_dtensor_type, tree_map_only
+from nemo_like.torch_compat import as_dtensor_type, tree_map_only
 
 # Set on a root whose shards wait in CPU memory, which FSDP2 does not tell in public.
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
@@ -93,9 +93,7 @@ def adapters(slots: Iterable[Slot]) -> set[Slot]:
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
     """Give FSDP's units their own classes back inside, since transformers reads names of classes."""
-    # By `type`, since a wrapper's ``__class__`` is that of the module inside.
-    classes = [(module, type(module)) for module in model.modules()]
-    units = [(m, cls) for m, cls in classes if issubclass(cls, FSDPModule) and not issubclass(cls, ActivationWrapper)]
+    units = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, cls in units:
             module.__class__ = cls.__bases__[1]

@@ -76,7 +76,7 @@ class BlockTrace:
 
     @property
     def saves_something(self) -> bool:
-        """True where a gradient flows through the block; else it is never recomputed (`CheckpointWrapper`)."""
+        """True where a gradient flows through the block; else it is never recomputed (`Checkpointed`)."""
         return self.last_pack > 0
 
     @property
