@@ -1,7 +1,7 @@
 """Modes side by side on one model: step time, bytes, gradients.
 
 On a CPU both sides of offloading are main memory. The copying back end copies as a GPU's would, so the bytes are those of a
-GPU. The device's share is PyTorch's memory besides the slabs. Step times show the cost of the copies, without overlap.
+GPU. The device's share is PyTorch's memory: copies are in Python's. Step times show the cost of the copies, without overlap.
 """
 
 import copy

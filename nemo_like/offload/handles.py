@@ -6,20 +6,13 @@ So a graph may be walked twice, two graphs may be alive at once in any order, an
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from nemo_like.offload.mover import HostCopy, Mover
+from nemo_like.offload.mover import HostCopy
 from nemo_like.offload.stays import is_wrapper_subclass, take_apart
 from nemo_like.torch_compat import version_of
-
-
-class Handle(Protocol):
-    """One saved tensor, wherever its bytes wait."""
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor on its device, as it was saved. Raises RuntimeError where it was changed in place since."""
 
 
 def _refuse_change(tensor: torch.Tensor, expected: int | None, described: str | None = None) -> None:
@@ -37,24 +30,27 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
 
 
-class InPlaceGuard:
-    """An empty tensor that shares the version counter of a saved one: tells of changes and holds none of its memory."""
+class KeptHandle:
+    """A tensor that stays on the device."""
 
-    __slots__ = ("described", "expected", "probe")
+    __slots__ = ("described", "expected", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.expected = version_of(tensor)
-        self.described = _described(tensor)
-        self.probe: torch.Tensor | None = None if self.expected is None else _emptied(tensor.detach())
+    def __init__(self, tensor: torch.Tensor, described: str | None = None) -> None:
+        # The original of an operator's output would be a reference cycle (output, graph, handle); a leaf has no graph.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.expected, self.described = version_of(self.tensor), described
 
-    def check(self) -> None:
-        """Raise RuntimeError where the counter has moved."""
-        if self.probe is not None:
-            _refuse_change(self.probe, self.expected, self.described)
+    def get(self) -> torch.Tensor:
+        """Return the tensor as it was saved. Raises RuntimeError where it was changed in place since."""
+        _refuse_change(self.tensor, self.expected, self.described)
+        return self.tensor
 
 
-def _emptied(probe: torch.Tensor) -> torch.Tensor:
-    """Return `probe`, which is only ever asked for its version, without its memory."""
+def guard_of(tensor: torch.Tensor) -> KeptHandle | None:
+    """An empty tensor that shares the version counter of `tensor`: tells of changes and holds none of its memory."""
+    if version_of(tensor) is None:
+        return None
+    probe = tensor.detach()
     if is_wrapper_subclass(probe):
         for name, value in take_apart(probe)[0].items():
             if isinstance(value, torch.Tensor):
@@ -62,69 +58,52 @@ def _emptied(probe: torch.Tensor) -> torch.Tensor:
     else:
         # Assigning `.data` swaps the storage and leaves the version counter.
         probe.data = torch.empty(0, dtype=probe.dtype, device=probe.device)
-    return probe
-
-
-class KeptHandle:
-    """A tensor that stays on the device."""
-
-    __slots__ = ("expected", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # The original of an operator's output would be a reference cycle (output, graph, handle); a leaf has no graph.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.expected = version_of(self.tensor)
-
-    def get(self) -> torch.Tensor:
-        _refuse_change(self.tensor, self.expected)
-        return self.tensor
+    return KeptHandle(probe, _described(tensor))
 
 
 class HostHandle:
     """A plain strided tensor whose storage waits on the host."""
 
-    __slots__ = ("conjugate", "copy", "dtype", "guard", "mover", "offset", "reader", "shape", "stride")
+    __slots__ = ("__weakref__", "conjugate", "copy", "dtype", "guard", "place")
 
-    def __init__(
-        self, tensor: torch.Tensor, mover: Mover, copy: HostCopy, reader: object, guard: InPlaceGuard | None
-    ) -> None:
-        self.mover, self.copy, self.reader, self.guard = mover, copy, reader, guard
+    def __init__(self, tensor: torch.Tensor, copy: HostCopy, guard: KeptHandle | None) -> None:
+        self.copy, self.guard = copy, guard
         self.dtype, self.conjugate = tensor.dtype, tensor.is_conj()
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        copy.add_reader(self)
 
     def get(self) -> torch.Tensor:
+        """Return the tensor as it was saved. Raises RuntimeError where it was changed in place since."""
         if self.guard is not None:
-            self.guard.check()
+            self.guard.get()
         with torch.no_grad():
-            data = self.mover.fetch(self.copy, self.reader)
+            data = self.copy.mover.fetch(self.copy, self)
             data = data[: data.numel() - data.numel() % self.dtype.itemsize].view(self.dtype)
             # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
-            tensor = data.as_strided(self.shape, self.stride, self.offset)
+            tensor = data.as_strided(*self.place)
             return tensor.conj() if self.conjugate else tensor
-
-    def __del__(self) -> None:
-        # Any thread, any time, the collector's included: leave a note and touch nothing.
-        self.mover.dead.append((self.copy, self.reader))
 
 
 @dataclass
 class SubclassHandle:
     """A wrapper subclass (DTensor, a quantised tensor) whose inner tensors wait wherever they wait."""
 
-    kind: Any
-    context: Any
-    inner: dict[str, Any]  # By attribute: a `Handle` for a tensor, anything else (a DTensor's mesh) as it is.
-    handles: frozenset[str]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    guard: InPlaceGuard | None
+    rebuild: Callable[[dict[str, Any]], torch.Tensor]
+    inner: dict[str, Any]  # By attribute: a handle for a tensor, anything else (a DTensor's mesh) as it is.
+    guard: KeptHandle | None
 
     def get(self) -> torch.Tensor:
+        """Return the tensor as it was saved. Raises RuntimeError where it was changed in place since."""
         if self.guard is not None:
-            self.guard.check()
+            self.guard.get()
         with torch.no_grad():
-            inner = {name: value.get() if name in self.handles else value for name, value in self.inner.items()}
-            return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+            return self.rebuild(
+                {n: value.get() if isinstance(value, Handle) else value for n, value in self.inner.items()}
+            )
+
+
+Handle = KeptHandle | HostHandle | SubclassHandle
+"""One saved tensor, wherever its bytes wait."""
 
 
 class ChosenHandle:
@@ -134,54 +113,52 @@ class ChosenHandle:
     They stay on the device until `start`: an engine drops needless outputs, and those need not be copied.
     """
 
-    __slots__ = ("__weakref__", "_alias", "_expected", "_inner", "_move", "_source", "_source_changed")
+    __slots__ = ("__weakref__", "_alias", "_expected", "_inner", "_move", "_source")
 
     def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], Handle]) -> None:
         # Not the output itself, which is about to get a graph: that would be a reference cycle.
-        self._alias: torch.Tensor | None = source.detach()
+        self._alias = source.detach()
         self._move = move
         self._inner: Handle | None = None
-        self._source_changed = False
         # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
-        self._source = weakref.ref(source)
+        self._source: weakref.ref[torch.Tensor] | None = weakref.ref(source)  # None: it was changed, by `before_change`
         self._expected = version_of(source)
 
     def start(self) -> Handle:
         """Move it now."""
         if self._inner is None:
-            assert self._alias is not None
-            self._inner, self._alias = self._move(self._alias), None
+            self._inner = self._move(self._alias)
+            del self._alias
         return self._inner
 
     def get(self) -> torch.Tensor:
-        source = self._source()
-        if not self._source_changed and source is not None:
+        """Return the chosen values. Raises RuntimeError where they were changed without `before_change`."""
+        source = None if self._source is None else self._source()
+        if source is not None:
             _refuse_change(source, self._expected)
         inner = self.start()
-        tensor = inner.get()
         # Whoever changes the source writes into it, in recomputation too: the next recomputation must find it as it was.
-        return tensor.clone() if self._source_changed and isinstance(inner, KeptHandle) else tensor
+        return inner.get().clone() if self._source is None and isinstance(inner, KeptHandle) else inner.get()
 
     def prefetch(self) -> None:
         """Start the way back."""
-        for handle in _host_handles(self.start()):
-            handle.mover.prefetch_for(handle.copy)
+        for copy in _copies_of(self.start()):
+            copy.mover.prefetch(copy)
 
     def before_change(self) -> None:
         """The source is about to change."""
-        if self._source_changed:
+        if self._source is None:
             return
-        self._source_changed = True
-        inner = self.start()
+        self._source, inner = None, self.start()
         if isinstance(inner, KeptHandle):
             self._inner = KeptHandle(inner.get().clone())
-        for handle in _host_handles(inner):
-            handle.mover.part_from_source(handle.copy)
+        for copy in _copies_of(inner):
+            copy.mover.part_from_source(copy)
 
 
-def _host_handles(handle: Handle) -> Iterator[HostHandle]:
+def _copies_of(handle: Handle) -> Iterator[HostCopy]:
     if isinstance(handle, HostHandle):
-        yield handle
+        yield handle.copy
     elif isinstance(handle, SubclassHandle):
-        for name in handle.handles:
-            yield from _host_handles(handle.inner[name])
+        for value in handle.inner.values():
+            yield from _copies_of(value)

@@ -32,8 +32,8 @@ from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Poli
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.offload import stays
 from nemo_like.offload.backends import Backend, default_backend
-from nemo_like.offload.handles import ChosenHandle, Handle, HostHandle, InPlaceGuard, KeptHandle, SubclassHandle
-from nemo_like.offload.mover import Mover
+from nemo_like.offload.handles import ChosenHandle, Handle, HostHandle, KeptHandle, SubclassHandle, guard_of
+from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.offload.stays import OffloadStats, is_wrapper_subclass, take_apart
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
@@ -109,7 +109,7 @@ class Offloader:
         # The storages that may move, by id (and referenced, so that the ids stay theirs); None: any.
         self._inputs: dict[int, torch.UntypedStorage] | None = None
         self._resting = False  # True: backward will start with tensors saved now.
-        self._chosen: weakref.ref[ChosenHandle] | None = None
+        self._chosen: Callable[[], ChosenHandle | None] = lambda: None  # the tensor last chosen, if it is still wanted
         self._contexts: list[ExitStack] = []
 
     @left_to_python
@@ -117,7 +117,13 @@ class Offloader:
         """Return a handle that replaces `tensor` in the graph: on the host where it may go there, else as it is."""
         with torch.no_grad():
             self.start_chosen()
-            return self._pack(tensor)
+            if torch.compiler.is_compiling():
+                return KeptHandle(tensor)
+            tensor = _resolved(tensor)
+            reason = self._reason_to_stay(tensor)
+            if reason is not None:
+                return self._keep(tensor, reason)
+            return self._move(tensor, (version_of(tensor),), guarded=True)
 
     @staticmethod
     @left_to_python
@@ -129,19 +135,17 @@ class Offloader:
         """The bare pair of hooks, for one ``with``."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> Handle:
-        if torch.compiler.is_compiling():
-            return KeptHandle(tensor)
-        tensor = _resolved(tensor)
+    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
+        """Return the reason why all of a saved tensor stays, known before it is taken apart."""
         if self._resting:
-            return self._keep(tensor, stays.LAST_LAYER)
+            return stays.LAST_LAYER
         if stays.is_parameter(tensor):
-            return self._keep(tensor, stays.PARAMETER)
+            return stays.PARAMETER
         if stays.is_autocast_copy(tensor, self._known):
-            return self._keep(tensor, stays.AUTOCAST)
-        if self._inputs is not None and not any(id(storage) in self._inputs for storage in stays.storages_of(tensor)):
-            return self._keep(tensor, stays.NOT_ASKED)
-        return self._move(tensor, (version_of(tensor),), guarded=True)
+            return stays.AUTOCAST
+        inputs = self._inputs
+        is_input = inputs is None or any(id(storage) in inputs for storage in stays.storages_of(tensor))
+        return None if is_input else stays.NOT_ASKED
 
     def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
         self.stats.keep(reason, sum(storage.nbytes() for storage in stays.storages_of(tensor)))
@@ -154,14 +158,18 @@ class Offloader:
         # The inner tensors of a wrapper subclass move, and how to put it together again is kept. An operator that
         # changes it in place need not show in its inner tensors' versions: the outer ones count too.
         inner, context = take_apart(tensor)
-        handles = frozenset(name for name, value in inner.items() if isinstance(value, torch.Tensor))
-        for name in handles:
-            value = _resolved(inner[name])
-            inner[name] = self._move(value, (*version, version_of(value)), False)
-        if all(isinstance(inner[name], KeptHandle) for name in handles):
+        for name, value in inner.items():
+            if isinstance(value, torch.Tensor):
+                value = _resolved(value)
+                inner[name] = self._move(value, (*version, version_of(value)), False)
+        if not any(isinstance(value, HostHandle | SubclassHandle) for value in inner.values()):
             return KeptHandle(tensor)
-        guard = InPlaceGuard(tensor) if guarded else None
-        return SubclassHandle(type(tensor), context, inner, handles, tensor.shape, tensor.stride(), guard)
+        kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+
+        def rebuilt(values: dict[str, Any]) -> torch.Tensor:
+            return kind.__tensor_unflatten__(values, context, shape, stride)  # type: ignore[attr-defined]
+
+        return SubclassHandle(rebuilt, inner, guard_of(tensor) if guarded else None)
 
     def _move_plain(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
@@ -169,38 +177,33 @@ class Offloader:
         if problem is not None:
             warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
             return self._keep(tensor, f"unsupported: {problem}")
-        mover, reader = self._the_mover(), object()
-        reason = self._reason_to_stay(tensor, mover, version)
-        copy = mover.offload(tensor.untyped_storage(), version, reader) if reason is None else None
-        if copy is not None:
-            return HostHandle(tensor, mover, copy, reader, InPlaceGuard(tensor) if guarded else None)
-        if reason is None:
-            refusal = str(mover.pool.refusal)
-            warn_once(
-                f"Offloading keeps tensors on the device from here on, where they do not fit: {refusal}.",
-                key="offload-refused",
-            )
-            reason = "refused by the host: " + refusal.split(" of ")[0]
-        return self._keep(tensor, reason)
+        mover = self._the_mover()
+        reason = self._reason_of_part(tensor, mover, version)
+        if reason is not None:
+            return self._keep(tensor, reason)
+        copy = mover.offload(tensor.untyped_storage(), version)
+        if isinstance(copy, HostCopy):
+            return HostHandle(tensor, copy, guard_of(tensor) if guarded else None)
+        warn_once(
+            f"Offloading keeps tensors on the device from here on, where they do not fit: {copy}.",
+            key="offload-refused",
+        )
+        return self._keep(tensor, "refused by the host: " + copy.split(" of ")[0])
 
-    def _reason_to_stay(self, tensor: torch.Tensor, mover: Mover, version: tuple[Any, ...]) -> str | None:
+    def _reason_of_part(self, tensor: torch.Tensor, mover: Mover, version: tuple[Any, ...]) -> str | None:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0:
             return stays.EMPTY
         if tensor.device != mover.backend.device:
             return stays.ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}"
-        known = self._known.reason(tensor)
-        if known is not None:
-            return known
-        if storage.nbytes() < self.config.min_bytes:
-            return stays.SMALL
-        return None if stays.spans_half(tensor) or mover.has(storage, version) else stays.PART
+        is_part = not stays.spans_half(tensor) and mover.find(storage, version) is None
+        is_small = storage.nbytes() < self.config.min_bytes
+        return self._known.reason(tensor) or (stays.SMALL if is_small else stays.PART if is_part else None)
 
     def _the_mover(self) -> Mover:
         if self._mover is None:
-            if self._backend is None:
-                self._backend = default_backend(pin_memory=self.config.pin_memory, use_streams=self._use_streams)
-            self._mover = Mover(self._backend, self.config, self.stats, self._max_inflight_copies)
+            backend = self._backend or default_backend(pin_memory=self.config.pin_memory, use_streams=self._use_streams)
+            self._mover = Mover(backend, self.config, self.stats, self._max_inflight_copies)
         return self._mover
 
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
@@ -215,8 +218,7 @@ class Offloader:
 
     def start_chosen(self) -> None:
         """Move the tensor last chosen, if it is still wanted."""
-        chosen = self._chosen() if self._chosen is not None else None
-        self._chosen = None
+        chosen, self._chosen = self._chosen(), lambda: None
         if chosen is not None:
             with torch.no_grad():
                 chosen.start()
@@ -238,7 +240,8 @@ class Offloader:
                 self._known.learn(self.model)
             self._resting = False
             self._inputs = None if self.config.mode == "all" else {}
-            self._watch_modules(stack)
+            for module in dict.fromkeys([*self.layers, *self.left_out, *([] if self.model is None else [self.model])]):
+                stack.callback(module.register_forward_pre_hook(self._enter_module, with_kwargs=True).remove)
             if self.config.mode != "boundary":
                 stack.callback(keep_as_before, keep_on_host(self.layers, self))
             stack.enter_context(self.hooks())
@@ -247,33 +250,22 @@ class Offloader:
 
     def __exit__(self, *error: object) -> None:
         self._contexts.pop().close()
-        self._inputs = None
-        self.start_chosen()
+        self.leave_layer()
         self.collect()
 
-    def _watch_modules(self, stack: ExitStack) -> None:
-        """Be told, within `stack`, of calls of the layers, of the modules left out, and of the model."""
-
-        def before_layer(layer: nn.Module, args: object, kwargs: object) -> None:
-            if not torch.compiler.is_compiling():
-                self._resting = len(self.layers) > 1 and layer is self.layers[-1]
-                self.enter_layer(layer, args, kwargs)
-
-        def before_other(module: nn.Module, _args: object) -> None:
-            if not torch.compiler.is_compiling():
-                self._resting = module is not self.model
-
-        for layer in dict.fromkeys(self.layers):
-            stack.callback(layer.register_forward_pre_hook(before_layer, with_kwargs=True).remove)
-        for module in [*self.left_out, *([] if self.model is None else [self.model])]:
-            stack.callback(module.register_forward_pre_hook(before_other).remove)
+    def _enter_module(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """Be told, within the context, of a call of a layer, of a module left out, or of the model."""
+        if torch.compiler.is_compiling():
+            return
+        if module in self.layers:
+            self.enter_layer(module, args, kwargs)
+        self._resting = module in self.left_out or (len(self.layers) > 1 and module is self.layers[-1])
 
     def enter_layer(self, layer: nn.Module, args: object, kwargs: object) -> None:
         """Assign tensors saved from here on to `layer`, which is called with these arguments."""
         self._known.learn(layer)
         everything = moves_everything(layer, self.config.mode)
-        arguments = () if everything else tensors_in((args, kwargs))
-        storages = [storage for tensor in arguments for storage in stays.storages_of(tensor)]
+        storages = [each for tensor in tensors_in((args, kwargs)) for each in stays.storages_of(tensor)]
         self._inputs = None if everything else {id(storage): storage for storage in storages}
         if self._mover is not None:
             self._mover.open_group()

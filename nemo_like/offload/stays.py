@@ -121,12 +121,10 @@ def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
     """
     base = base_of(tensor)
     source = tensor if base is None else base
-    if source.grad_fn is not None:
-        cast = source.grad_fn
-        if not cast.name().startswith("ToCopyBackward"):
-            return False
-        sources = [getattr(node, "variable", None) for node, _ in cast.next_functions]  # of AccumulateGrad: the leaf
-        return any(isinstance(leaf, nn.Parameter) for leaf in sources)
+    cast = source.grad_fn
+    if cast is not None:
+        leaves = (getattr(node, "variable", None) for node, _ in cast.next_functions)  # AccumulateGrad has its leaf
+        return cast.name().startswith("ToCopyBackward") and any(isinstance(leaf, nn.Parameter) for leaf in leaves)
     sixteen_bit = tensor.dtype in (torch.bfloat16, torch.float16)
     return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)
 
@@ -155,10 +153,8 @@ class OffloadStats:
     kept_count: Counter[str] = field(default_factory=Counter)
     """Saved tensors left on the device, by reason."""
     host_live_bytes: int = 0
-    """Host bytes that saved tensors occupy now."""
+    """Host bytes that saved tensors occupy now (`OffloadConfig.host_bytes`)."""
     host_peak_live_bytes: int = 0
-    host_reserved_bytes: int = 0
-    """Host bytes of all slabs."""
 
     def keep(self, reason: str, nbytes: int) -> None:
         """Count a tensor that stays on the device."""

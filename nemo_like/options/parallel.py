@@ -479,7 +479,8 @@ class OffloadConfig:
     pin_memory: bool = True
     """Use page-locked CPU memory, where the device has it: needed for copies that overlap with computing."""
     host_budget_bytes: int | None = None
-    """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
+    """Host bytes per rank (see `host_bytes`); past it, tensors stay on the device and this is logged once. None: no
+    limit."""
 
     def __post_init__(self) -> None:
         modes = ("none", "boundary", "saved", "all")
@@ -490,6 +491,10 @@ class OffloadConfig:
             if value is not None or name != "host_budget_bytes":
                 check_whole(f"OffloadConfig.{name}", value, least)
         check_bool("OffloadConfig.pin_memory", self.pin_memory)
+
+    def host_bytes(self, nbytes: int) -> int:
+        """Return the bytes of CPU memory that a copy of `nbytes` takes: PyTorch rounds pinned ones to a power of two."""
+        return 1 << max(nbytes - 1, 0).bit_length() if self.pin_memory else nbytes
 
     @classmethod
     def of(cls, offload: OffloadConfig | str | None, default: str = "none") -> OffloadConfig:

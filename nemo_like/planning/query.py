@@ -372,8 +372,8 @@ class Stage:
             moves = choice.decisions and call.fqn != calls[-1].fqn
             going = dict[int, int]()
             for at, size in enumerate(sizes if moves else ()):
-                if offload.min_bytes <= size <= left:
-                    left -= size
+                if offload.min_bytes <= size and offload.host_bytes(size) <= left:
+                    left -= offload.host_bytes(size)
                     going[at] = size
             copies.append((0 in going, tuple(size for at, size in going.items() if at)))
         return copies

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -76,14 +77,46 @@ class _Storages:
         return addresses
 
 
+class PinnedMemory:
+    """CPU memory that is pinned, as PyTorch's ``CachingHostAllocator`` hands it out.
+
+    A block is a power of two. It is free for the next tensor when the copies that were noted for it have ended, as far as
+    the host knows; it is NaN then.
+    """
+
+    def __init__(self) -> None:
+        self.accesses = Accesses()
+        self.streams: dict[int, set[int]] = {}
+        """By the address of each block: those with copies from it or to it."""
+        self.free: list[tuple[np.ndarray, list[streams.Event]]] = []
+        """Blocks that no tensor has, and when they are done."""
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the numbers and strides of `like`."""
+        nbytes = like.untyped_storage().nbytes()
+        size = 1 << (nbytes - 1).bit_length()
+        done = (pair for pair in self.free if pair[0].nbytes == size and all(event.query() for event in pair[1]))
+        pair = next(done, None)
+        if pair is not None:
+            self.free = [each for each in self.free if each is not pair]
+        block = np.empty(size, np.uint8) if pair is None else pair[0]
+        block.fill(0xFF)
+        self.streams[block.ctypes.data] = set()
+        part = block[:nbytes]
+        weakref.finalize(part, self._gone, block).atexit = False
+        storage = torch.from_numpy(part).untyped_storage()
+        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride()).copy_(like)
+
+    def _gone(self, block: np.ndarray) -> None:
+        self.free.append((block, [host.record(stream) for stream in self.streams[block.ctypes.data]]))
+
+
 class Device:
     """The device: its memory, its generator, and the CPU memory that is pinned for it."""
 
     def __init__(self, size: int = 512 * MIB, expandable: bool = False) -> None:
         self.memory = DeviceMemory(size, expandable)
-        self.pinned = Accesses()
-        self.slabs: set[int] = set()
-        """Addresses of pinned CPU memory."""
+        self.pinned = PinnedMemory()
         self.storages = _Storages()
         self.counted = 0
         """Operators that ran."""
@@ -108,9 +141,9 @@ class Device:
     def check(self) -> None:
         """Raise RaceError where accesses were not ordered."""
         self.settle()
-        races = [*self.memory.accesses.races, *self.pinned.races]
+        races = [*self.memory.accesses.races, *self.pinned.accesses.races]
         if races:
-            self.memory.accesses.races, self.pinned.races = [], []
+            self.memory.accesses.races, self.pinned.accesses.races = [], []
             raise RaceError("\n".join(races))
 
     def reuse(self) -> None:
@@ -151,12 +184,12 @@ class Device:
         storage = tensor.untyped_storage().data_ptr()
         lo = storage + tensor.storage_offset() * tensor.itemsize
         hi = lo + _reach(tensor.shape, tensor.stride()) * tensor.itemsize
-        accesses = self.pinned if tensor.device.type == "cpu" else self.memory.accesses
+        accesses = self.pinned.accesses if tensor.device.type == "cpu" else self.memory.accesses
         accesses.add(storage, Access(lo, hi, stream, tick, writes, name), host.clocks[stream])
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether it is in pinned CPU memory."""
-        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.slabs
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.pinned.streams
 
 
 def _reach(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -401,6 +434,8 @@ class Kernels:
                 to.copy_(from_)
 
         if waits:
+            if not is_here(other):
+                device.pinned.streams[other.untyped_storage().data_ptr()].add(stream)
             host.give(stream, tick, copy)
         else:
             host.run(stream, tick)
@@ -530,13 +565,11 @@ def _module(device: Device) -> Any:
 
 
 def _pinning(device: Device, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `make` with a `pin_memory` that notes what it makes; PyTorch asks a part in C++ that is not there."""
+    """Return `make` with a `pin_memory`, for which PyTorch needs a part in C++ that is not there."""
 
     def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         tensor = make(*args, **options)
-        if pin_memory:
-            device.slabs.add(tensor.untyped_storage().data_ptr())
-        return tensor
+        return device.pinned.tensor(tensor) if pin_memory and tensor.numel() else tensor
 
     return made
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.offload import apply_offloading, mover, offload_activations, offloader_of
-from nemo_like.offload.backends import Backend, HostPool
-from nemo_like.offload.handles import HostHandle, InPlaceGuard
+from nemo_like.offload import apply_offloading, handles, mover, offload_activations, offloader_of
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.handles import HostHandle
 from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
 from tests.gpusim.device import NAME, Device, RaceError
@@ -111,6 +111,52 @@ def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _parts(offload: bool) -> Results:
     """Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already."""
     return _training(offload, "all", 1, _slices)
+
+
+@scenario("another version")
+def _two_versions(offload: bool) -> Results:
+    """Save a storage, change it, and save it again; the graph of the first one lives on, and backward leaves it out."""
+    others = []
+
+    def layer(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        product = x * scale
+        others.append(product.sin())
+        host.synchronize()  # no one reads that copy, so the change need not wait for it
+        return product.add_(1).cos()
+
+    return _training(offload, "all", 1, layer)
+
+
+class _Writes(torch.autograd.Function):
+    """Writes into its saved tensor in backward, as some fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.saved_tensors[0].zero_().add_(1) * gradient
+
+
+@scenario("a reader that writes")
+def _written(offload: bool) -> Results:
+    """Let the first reader of a storage write into what it is given, in the layers that are offloaded."""
+    writes = iter((offload, offload, False))
+
+    def layer(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        product = x * scale
+        return product.sin() + (_Writes.apply(product) if next(writes) else product * 1)
+
+    model, results = _model(offload, layer=layer), Results()
+    loss = model(_input()).sum()
+    if offload:
+        host.synchronize()
+        offloader_of(model).collect()  # type: ignore[union-attr]  # no original is left, which it would write into
+    loss.backward()
+    _gradients(model, results, 0)
+    return results
 
 
 @scenario("a change in place")
@@ -337,8 +383,8 @@ def edit(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, 
     patch.setattr(owner, name, scope[name])
 
 
-WRITTEN = "copy.written = backend.record(backend.copy_out)"
-READY = "copy.ready = backend.record(backend.copy_back)"
+WRITTEN = "copy.written = backend.record(backend.copies)"
+READY = "copy.ready = backend.record(backend.copies)"
 
 
 def how_it_shows(device: Device, name: str) -> str:
@@ -360,14 +406,14 @@ def how_it_shows(device: Device, name: str) -> str:
     with contextlib.suppress(RaceError):  # what the fault has left: bytes that a copy still writes to
         device.reuse()
     device.settle()
-    device.memory.accesses.races, device.pinned.races = [], []
+    device.memory.accesses.races, device.pinned.accesses.races = [], []
     return shows
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
     """Copy to the host without waiting for the operator that makes the bytes."""
-    edit(patch, Mover, "_copy_out", ("backend.wait(backend.copy_out, backend.record(stream))", "pass"))
+    edit(patch, Mover, "_copy_out", ("backend.wait(backend.copies, backend.record(copy.stream))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -379,7 +425,7 @@ def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """Take an event of the current stream for the end of a copy to the host."""
-    edit(patch, Mover, "_copy_out", (WRITTEN, "copy.written = backend.record(stream)"))
+    edit(patch, Mover, "_copy_out", (WRITTEN, "copy.written = backend.record(copy.stream)"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -391,22 +437,21 @@ def copy_back_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy to the host before it."""
-    copy = "backend.copy(block.bytes(copy.nbytes), bytes_of(storage), backend.copy_out)"
+    copy = "backend.copy(host, bytes_of(storage), backend.copies)"
     edit(patch, Mover, "_copy_out", (WRITTEN, "pass"), (copy, f"{WRITTEN}; {copy}"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy back before it."""
-    wait = "backend.wait(backend.copy_back, backend.record(stream))"
+    wait = "backend.wait(backend.copies, backend.record(stream))"
     edit(patch, Mover, "_copy_back", (READY, "pass"), (wait, f"{wait}; {READY}"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
     """Hold no storage that a copy to the host reads."""
-    held = "self._inflight.append((copy.written, storage, copy.nbytes))\n    self._inflight_bytes += copy.nbytes"
-    edit(patch, Mover, "_copy_out", (held, "pass"))
+    edit(patch, Mover, "_copy_out", ("self._inflight.append((copy.written, storage, nbytes))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -436,13 +481,20 @@ def reader_of_an_original_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_waits_for_no_earlier_work(patch: pytest.MonkeyPatch) -> None:
     """Write to a buffer whose memory earlier operators of the current stream may use."""
-    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, backend.record(stream))", "pass"))
+    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copies, backend.record(stream))", "pass"))
 
 
 @shown_by("copies back while those to the host are on their way", "race")
-def copy_back_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
+def copy_back_is_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """Bring back what may not be on the host yet."""
-    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, copy.written)", "pass"))
+    other, copy_back = torch.gpusim.Stream(), Mover._copy_back  # type: ignore[attr-defined]
+
+    def on_the_other(self: Mover, copy: HostCopy) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as streams:
+            streams.setattr(self.backend, "copies", other)
+            return copy_back(self, copy)
+
+    patch.setattr(Mover, "_copy_back", on_the_other)
 
 
 @shown_by("saved", "race")
@@ -457,63 +509,57 @@ def changed_source_is_read(patch: pytest.MonkeyPatch) -> None:
     edit(patch, Mover, "part_from_source", ("copy.storage = lambda: None", "pass"))
 
 
-@shown_by("all, 1 bytes on their way", "race")
-def block_is_given_back_before_the_copy_out(patch: pytest.MonkeyPatch) -> None:
-    """Give a host block back when the copy to it has been started."""
-    edit(patch, Mover, "_copy_out", (WRITTEN, f"{WRITTEN}; self.pool.give_back(block)"))
-    edit(patch, Mover, "_collect", ("self.pool.give_back(copy.block)", "pass"))
+@shown_by("all, 1 bytes on their way", "bytes")
+def host_memory_is_let_go_after_the_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Keep no CPU memory when the copy to it has been started."""
+    edit(patch, Mover, "_copy_out", (WRITTEN, f"{WRITTEN}; copy.host = backend.host_memory(nbytes)"))
 
 
-@shown_by("streams in turn", "race")
-def blocks_are_written_on_two_streams(patch: pytest.MonkeyPatch) -> None:
-    """Give a block back to the pool while a copy stream may still write it, and use two of these."""
-    other, copy_out = torch.gpusim.Stream(), Mover._copy_out  # type: ignore[attr-defined]
-
-    def with_the_other(self: Mover, *args: Any) -> HostCopy | None:
-        nonlocal other
-        self.backend.copy_out, other = other, self.backend.copy_out
-        return copy_out(self, *args)
-
-    patch.setattr(Mover, "_copy_out", with_the_other)
+@shown_by("two graphs", "bytes")
+def host_memory_is_let_go_after_one_backward(patch: pytest.MonkeyPatch) -> None:
+    """Keep no CPU memory when all readers have had it once, and bring it back in the second round."""
+    read = "copy.buffer, copy.was_read = None, True"
+    edit(patch, Mover, "fetch", (read, f"{read}; copy.host = backend.host_memory(copy.nbytes)"))
 
 
-@shown_by("streams in turn", "race")
-def block_is_given_back_before_the_copy_back(patch: pytest.MonkeyPatch) -> None:
-    """Let the next copy write to a host block that is still being read."""
-    edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, copy.last_read)", "pass"))
+@shown_by("streams in turn", "bytes")
+def host_memory_has_two_copies(patch: pytest.MonkeyPatch) -> None:
+    """Give the same CPU memory out for all copies of one size."""
+    given: dict[int, torch.Tensor] = {}
+    new = Backend.host_memory
+    patch.setattr(Backend, "host_memory", lambda self, n: given[n] if n in given else given.setdefault(n, new(self, n)))
 
 
-@shown_by("a graph read twice, then another stream", "race")
-def block_remembers_its_first_reading(patch: pytest.MonkeyPatch) -> None:
-    """Wait for the first copy back of a host block alone, before the next copy writes to it."""
-    edit(patch, Mover, "_copy_back", ("copy.last_read = copy.ready", "copy.last_read = copy.last_read or copy.ready"))
+@shown_by("another version", "bytes")
+def copy_of_another_version_is_shared(patch: pytest.MonkeyPatch) -> None:
+    """Take what a storage held before a change in place for what it holds after it."""
+    offload = Mover.offload
+    patch.setattr(Mover, "offload", lambda self, storage, version: offload(self, storage, (0,)))
 
 
-@shown_by("two graphs", "race or bytes")
-def block_is_given_back_after_one_backward(patch: pytest.MonkeyPatch) -> None:
-    """Give blocks back with the first round of reading, and bring them back in the second."""
-    edit(
-        patch, Mover, "_end_reading", ("copy.was_read = True", "copy.was_read = True; self.pool.give_back(copy.block)")
-    )
-    edit(patch, Mover, "_collect", ("self.pool.give_back(copy.block)", "pass"))
+@shown_by("all, 1 bytes on their way", "bytes")
+def copy_of_a_storage_that_is_gone_is_shared(patch: pytest.MonkeyPatch) -> None:
+    """Take the copy of a storage that is gone for that of the next one with its number; all have one here."""
+    patch.setattr(mover, "id", lambda _: 0, raising=False)
+    edit(patch, Mover, "find", ("copy.original() is storage", "True"))
 
 
-@shown_by("all, 1 bytes on their way", "race")
-def block_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
-    """Leave half of a block that was taken free for the next."""
-    edit(patch, HostPool, "take", ("block.lo += size", "block.lo += size // 2"))
+@shown_by("a reader that writes", "bytes")
+def write_into_a_buffer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """Give the next reader what an earlier one wrote into."""
+    edit(patch, Mover, "fetch", ("version_of(copy.buffer) != copy.buffer_version", "False"))
 
 
 @shown_by("slices", "bytes")
 def part_is_read_from_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
     """Read each view from the start of its storage."""
-    edit(patch, HostHandle, "get", ("self.stride, self.offset)", "self.stride, 0)"))
+    edit(patch, HostHandle, "get", ("*self.place)", "*self.place[:2], 0)"))
 
 
 @shown_by("a change in place", "bytes")
 def change_in_place_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """Compare no version counter when a tensor is asked for."""
-    patch.setattr(InPlaceGuard, "check", lambda _: None)
+    patch.setattr(handles, "_refuse_change", lambda *_: None)
 
 
 @shown_by("an offloader that goes away", "race")
@@ -525,13 +571,13 @@ def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @shown_by("an offloader that goes away during backward", "race")
 def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """Let a mover go away while copies write to buffers that it holds."""
-    edit(patch, mover, "_end_of_copies", ("backend.wait(copy.buffer_stream, copy.ready)", "pass"))
+    edit(patch, mover, "_end_of_copies", ("(*inflight, *dead)", "inflight"))
 
 
 @shown_by("a backward that ends early", "race")
 def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
     """Drop a buffer that is being brought back without waiting for the copy."""
-    edit(patch, Mover, "_drop_buffer", ("self.backend.wait(copy.buffer_stream, copy.ready)", "pass"))
+    edit(patch, Mover, "_retire", ("held.append((ready, buffer, 0))", "pass"))
 
 
 @shown_by("no streams, and another one for backward", "race")

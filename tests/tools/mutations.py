@@ -191,7 +191,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "        backend.wait(backend.copy_out, backend.record(stream))\n",
+        "        backend.wait(backend.copies, backend.record(copy.stream))\n",
         "",
         "tests/offload/test_accelerators.py",
     ),
@@ -203,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        " or self._inflight_bytes > self.config.max_inflight_bytes",
+        " or sum(n for *_, n in held) > self.config.max_inflight_bytes",
         "",
         "tests/offload/test_accelerators.py",
     ),
@@ -215,14 +215,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "        if not copy.unread:\n",
-        "        if True:\n",
+        "            if not copy.unread:\n",
+        "            if True:\n",
         "tests/offload/test_saved_tensors.py",
     ),
     Fault(
         "offload/mover.py",
-        "            self.backend.wait(copy.buffer_stream, copy.ready)\n",
-        "",
+        "                held.append((ready, buffer, 0))\n",
+        "                pass\n",
         "tests/gpusim/test_device.py",
     ),
     Fault(
@@ -584,8 +584,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "copy.last_read = copy.ready",
-        "copy.last_read = copy.last_read or copy.ready",
+        "copy.original() is storage",
+        "True",
         "tests/gpusim/test_device.py",
     ),
     Fault(
@@ -740,7 +740,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/handles.py",
-        "            handle.mover.part_from_source(handle.copy)",
+        "            copy.mover.part_from_source(copy)",
         "            pass",
         "tests/offload",
     ),

@@ -42,11 +42,10 @@ class Watching(Backend):
         self.gathered_seen = 0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        if stream is self.copy_out:
-            weights = [p._local_tensor if isinstance(p, DTensor) else p for p in self.model.parameters()]
-            self.gathered_seen += any(not isinstance(p, DTensor) for p in self.model.parameters())
-            if any(w.untyped_storage() is source.untyped_storage() for w in weights):
-                self.weight_bytes += source.numel()
+        weights = [p._local_tensor if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        self.gathered_seen += any(not isinstance(p, DTensor) for p in self.model.parameters())
+        if any(w.untyped_storage() is source.untyped_storage() for w in weights):
+            self.weight_bytes += source.numel()
         super().copy(target, source, stream)
 
 
