@@ -4,7 +4,7 @@ So a graph may be walked twice, two graphs may be alive at once in any order, an
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class KeptHandle:
     """A tensor that stays on the device."""
 
     __slots__ = ("described", "expected", "tensor")
+    copies = ()
 
     def __init__(self, tensor: torch.Tensor, described: str | None = None) -> None:
         # The original of an operator's output would be a reference cycle (output, graph, handle); a leaf has no graph.
@@ -64,11 +65,10 @@ def guard_of(tensor: torch.Tensor) -> KeptHandle | None:
 class HostHandle:
     """A plain strided tensor whose storage waits on the host."""
 
-    __slots__ = ("__weakref__", "conjugate", "copy", "dtype", "guard", "place")
+    __slots__ = ("__weakref__", "conjugate", "copies", "dtype", "guard", "place")
 
     def __init__(self, tensor: torch.Tensor, copy: HostCopy, guard: KeptHandle | None) -> None:
-        self.copy, self.guard = copy, guard
-        self.dtype, self.conjugate = tensor.dtype, tensor.is_conj()
+        self.copies, self.guard, self.dtype, self.conjugate = (copy,), guard, tensor.dtype, tensor.is_conj()
         self.place = tensor.shape, tensor.stride(), tensor.storage_offset()
         copy.add_reader(self)
 
@@ -77,7 +77,7 @@ class HostHandle:
         if self.guard is not None:
             self.guard.get()
         with torch.no_grad():
-            data = self.copy.mover.fetch(self.copy, self)
+            data = self.copies[0].mover.fetch(self.copies[0], self)
             data = data[: data.numel() - data.numel() % self.dtype.itemsize].view(self.dtype)
             # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
             tensor = data.as_strided(*self.place)
@@ -90,6 +90,7 @@ class SubclassHandle:
 
     rebuild: Callable[[dict[str, Any]], torch.Tensor]
     inner: dict[str, Any]  # By attribute: a handle for a tensor, anything else (a DTensor's mesh) as it is.
+    copies: Sequence[HostCopy]
     guard: KeptHandle | None
 
     def get(self) -> torch.Tensor:
@@ -142,7 +143,7 @@ class ChosenHandle:
 
     def prefetch(self) -> None:
         """Start the way back."""
-        for copy in _copies_of(self.start()):
+        for copy in self.start().copies:
             copy.mover.prefetch(copy)
 
     def before_change(self) -> None:
@@ -152,13 +153,5 @@ class ChosenHandle:
         self._source, inner = None, self.start()
         if isinstance(inner, KeptHandle):
             self._inner = KeptHandle(inner.get().clone())
-        for copy in _copies_of(inner):
+        for copy in inner.copies:
             copy.mover.part_from_source(copy)
-
-
-def _copies_of(handle: Handle) -> Iterator[HostCopy]:
-    if isinstance(handle, HostHandle):
-        yield handle.copy
-    elif isinstance(handle, SubclassHandle):
-        for value in handle.inner.values():
-            yield from _copies_of(value)

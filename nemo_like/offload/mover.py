@@ -10,9 +10,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from nemo_like._util.log import warn_once
 from nemo_like.offload.backends import Backend
@@ -42,8 +44,7 @@ class HostCopy:
         self.readers: weakref.WeakSet[object] = weakref.WeakSet()
         self.unread: weakref.WeakSet[object] = weakref.WeakSet()  # readers that have not had it in this round
         self.was_read = False  # every reader has had it once: it is not prefetched again
-        self.buffer: torch.Tensor | None = None  # (nbytes,) uint8 on the device
-        self.buffer_version: int | None = None
+        self.buffer: torch.Tensor | None = None  # (nbytes,) uint8 on the device, with the version counter at `version`
         self.buffer_stream: Any = None
         self.ready: Event = None
 
@@ -73,27 +74,36 @@ class Group(list["weakref.ref[HostCopy]"]):
 class Mover:
     """Moves storages between one device and the host, each as a whole. Thread safe.
 
-    `config` has the limits; `max_inflight_copies` is how many copies to the host may be on their way (None: any number).
+    Args:
+        make_backend: makes the back end, when the first tensor is looked at.
+        config: the limits.
+        max_inflight_copies: how many copies to the host may be on their way; None: any number.
     """
 
     def __init__(
-        self, backend: Backend, config: OffloadConfig, stats: OffloadStats, max_inflight_copies: int | None = None
+        self, make_backend: Callable[[], Backend], config: OffloadConfig, max_inflight_copies: int | None = None
     ) -> None:
-        self.backend, self.config, self.stats = backend, config, stats
-        self.max_inflight_copies = max_inflight_copies
+        self._make_backend, self.config, self.max_inflight_copies = make_backend, config, max_inflight_copies
+        self.stats = OffloadStats()
         self._lock = threading.RLock()
         # Sources of copies to the host, and buffers that were dropped before anyone waited for them. All copies are on
         # one stream, so their events happen in turn.
         self._inflight: deque[_Held] = deque()
         self.dead: deque[_Held] = deque()  # Notes of copies that died, with their buffers.
         # Memory that a mover still holds at its end is being read, or written.
-        weakref.finalize(self, _end_of_copies, backend, self._inflight, self.dead).atexit = False
+        weakref.finalize(self, _end_of_copies, self._inflight, self.dead).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
         self._ahead: weakref.WeakSet[HostCopy] = weakref.WeakSet()  # Prefetched, and not read yet.
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._group = self._groups[0] = Group()
-        self._told_groups = False
+        # Where no layers are told, a group ends when a handful of them would fill the bytes that prefetching may hold.
+        self._group_limit: float = config.max_inflight_bytes // 8
         self._group_out_of_memory: int | None = None
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The device, where bytes are copied."""
+        return self._make_backend()
 
     def find(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> HostCopy | None:
         """Return the copy of `storage` at this version, where it is on the host."""
@@ -164,21 +174,16 @@ class Mover:
         with self._lock:
             self._retire()
 
-    def open_group(self) -> None:
-        """Open a group (a layer) for the copies made from here on."""
+    def open_group(self, limit: float = float("inf")) -> None:
+        """Open a group (a layer) for the copies made from here on; it ends where it has more than `limit` bytes."""
         with self._lock:
-            self._told_groups = True
-            self._next_group()
-
-    def _next_group(self) -> None:
-        number = self._group.number + 1
-        self._group = self._groups[number] = Group()
-        self._group.number = number
+            number, self._group_limit = self._group.number + 1, limit
+            self._group = self._groups[number] = Group()
+            self._group.number = number
 
     def _join_group(self, copy: HostCopy) -> None:
-        # Where no groups are opened, one ends when a handful of them would fill the bytes that prefetching may hold.
-        if not self._told_groups and self._group.nbytes > self.config.max_inflight_bytes // 8:
-            self._next_group()
+        if self._group.nbytes > self._group_limit:
+            self.open_group(self._group_limit)
         copy.group = self._group
         copy.group.append(weakref.ref(copy))
         copy.group.nbytes += copy.nbytes
@@ -188,13 +193,14 @@ class Mover:
         with self._lock:
             self._retire()
             backend, stream = self.backend, self.backend.current_stream()
-            if copy.buffer is not None and version_of(copy.buffer) != copy.buffer_version:
+            if copy.buffer is not None and version_of(copy.buffer) != copy.version:
                 copy.buffer = None  # an earlier reader wrote into it; the host has the true bytes
             original = copy.original() if copy.buffer is None else None
             if original is not None:
                 # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
-                whole = at_version(bytes_of(original), copy.version)
+                whole = bytes_of(original)
+                increment_version([whole] * copy.version)
                 backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
             else:
                 late = copy.buffer is None or (copy in self._ahead and not backend.done(copy.ready))
@@ -220,8 +226,8 @@ class Mover:
         backend.copy(buffer.data, copy.host, backend.copies)  # `data`: no change to be counted
         copy.ready = backend.record(backend.copies)
         # Checks in recomputation compare version counters: the bytes come back with the counter that they left with.
-        at_version(buffer, copy.version)
-        copy.buffer, copy.buffer_stream, copy.buffer_version = buffer, stream, version_of(buffer)
+        increment_version([buffer] * copy.version)
+        copy.buffer, copy.buffer_stream = buffer, stream
         self.stats.reloads += 1
         self.stats.reloaded_bytes += copy.nbytes
         return buffer
@@ -265,21 +271,13 @@ class Mover:
             return True
 
 
-def _end_of_copies(backend: Backend, inflight: deque[_Held], dead: deque[_Held]) -> None:
+def _end_of_copies(inflight: deque[_Held], dead: deque[_Held]) -> None:
     """Wait for the copies that read storages or write buffers before these are freed."""
-    for event, memory, _ in (*inflight, *dead):
-        if memory is not None:
-            backend.synchronize(event)
+    for event in (event for event, memory, _ in (*inflight, *dead) if memory is not None):
+        event.synchronize()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage's bytes as a (n,) uint8 tensor on it."""
     # `.data` starts a version counter of its own, which setting the storage has not moved.
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,)).data
-
-
-def at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return `tensor`, whose version counter is at 0, with the counter at `version`."""
-    for _ in range(version):
-        torch.autograd.graph.increment_version(tensor)
-    return tensor

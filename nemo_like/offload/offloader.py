@@ -102,12 +102,11 @@ class Offloader:
         if model is not None:
             check_model(model)
         self.config, self.model, self.layers, self.left_out = config, model, list(layers), list(left_out)
-        self.stats = OffloadStats()
-        self._backend, self._use_streams, self._max_inflight_copies = backend, use_streams, max_inflight_copies
-        self._mover: Mover | None = None
+        default = partial(default_backend, pin_memory=config.pin_memory, use_streams=use_streams)
+        self._mover = Mover(default if backend is None else lambda: backend, config, max_inflight_copies)
+        self.stats = self._mover.stats
         self._known = stays.KnownStorages()
-        # The storages that may move, by id (and referenced, so that the ids stay theirs); None: any.
-        self._inputs: dict[int, torch.UntypedStorage] | None = None
+        self._inputs: set[torch.UntypedStorage] | None = None  # the storages that may move; None: any
         self._resting = False  # True: backward will start with tensors saved now.
         self._chosen: Callable[[], ChosenHandle | None] = lambda: None  # the tensor last chosen, if it is still wanted
         self._contexts: list[ExitStack] = []
@@ -142,10 +141,9 @@ class Offloader:
         if stays.is_parameter(tensor):
             return stays.PARAMETER
         if stays.is_autocast_copy(tensor, self._known):
-            return stays.AUTOCAST
-        inputs = self._inputs
-        is_input = inputs is None or any(id(storage) in inputs for storage in stays.storages_of(tensor))
-        return None if is_input else stays.NOT_ASKED
+            return "autocast's copy of a weight"
+        is_other = self._inputs is not None and self._inputs.isdisjoint(stays.storages_of(tensor))
+        return "not a layer's input" if is_other else None
 
     def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
         self.stats.keep(reason, sum(storage.nbytes() for storage in stays.storages_of(tensor)))
@@ -162,14 +160,15 @@ class Offloader:
             if isinstance(value, torch.Tensor):
                 value = _resolved(value)
                 inner[name] = self._move(value, (*version, version_of(value)), False)
-        if not any(isinstance(value, HostHandle | SubclassHandle) for value in inner.values()):
+        copies = [copy for value in inner.values() if isinstance(value, Handle) for copy in value.copies]
+        if not copies:
             return KeptHandle(tensor)
         kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
         def rebuilt(values: dict[str, Any]) -> torch.Tensor:
             return kind.__tensor_unflatten__(values, context, shape, stride)  # type: ignore[attr-defined]
 
-        return SubclassHandle(rebuilt, inner, guard_of(tensor) if guarded else None)
+        return SubclassHandle(rebuilt, inner, copies, guard_of(tensor) if guarded else None)
 
     def _move_plain(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
@@ -177,11 +176,10 @@ class Offloader:
         if problem is not None:
             warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
             return self._keep(tensor, f"unsupported: {problem}")
-        mover = self._the_mover()
-        reason = self._reason_of_part(tensor, mover, version)
+        reason = self._reason_of_part(tensor, version)
         if reason is not None:
             return self._keep(tensor, reason)
-        copy = mover.offload(tensor.untyped_storage(), version)
+        copy = self._mover.offload(tensor.untyped_storage(), version)
         if isinstance(copy, HostCopy):
             return HostHandle(tensor, copy, guard_of(tensor) if guarded else None)
         warn_once(
@@ -190,21 +188,17 @@ class Offloader:
         )
         return self._keep(tensor, "refused by the host: " + copy.split(" of ")[0])
 
-    def _reason_of_part(self, tensor: torch.Tensor, mover: Mover, version: tuple[Any, ...]) -> str | None:
+    def _reason_of_part(self, tensor: torch.Tensor, version: tuple[Any, ...]) -> str | None:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0:
-            return stays.EMPTY
-        if tensor.device != mover.backend.device:
-            return stays.ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}"
-        is_part = not stays.spans_half(tensor) and mover.find(storage, version) is None
-        is_small = storage.nbytes() < self.config.min_bytes
-        return self._known.reason(tensor) or (stays.SMALL if is_small else stays.PART if is_part else None)
-
-    def _the_mover(self) -> Mover:
-        if self._mover is None:
-            backend = self._backend or default_backend(pin_memory=self.config.pin_memory, use_streams=self._use_streams)
-            self._mover = Mover(backend, self.config, self.stats, self._max_inflight_copies)
-        return self._mover
+            return "empty"
+        if tensor.device != self._mover.backend.device:
+            return "on the host already" if tensor.device.type == "cpu" else f"on {tensor.device}"
+        if storage in self._known.storages:
+            return self._known.storages[storage]
+        if storage.nbytes() < self.config.min_bytes:
+            return "smaller than min_bytes"
+        return None if stays.spans_half(tensor) or self._mover.find(storage, version) else stays.PART
 
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
         """As `pack`, for an operator's output that an engine chose."""
@@ -239,7 +233,7 @@ class Offloader:
             if self.model is not None:
                 self._known.learn(self.model)
             self._resting = False
-            self._inputs = None if self.config.mode == "all" else {}
+            self._inputs = None if self.config.mode == "all" else set()
             for module in dict.fromkeys([*self.layers, *self.left_out, *([] if self.model is None else [self.model])]):
                 stack.callback(module.register_forward_pre_hook(self._enter_module, with_kwargs=True).remove)
             if self.config.mode != "boundary":
@@ -266,14 +260,13 @@ class Offloader:
         self._known.learn(layer)
         everything = moves_everything(layer, self.config.mode)
         storages = [each for tensor in tensors_in((args, kwargs)) for each in stays.storages_of(tensor)]
-        self._inputs = None if everything else {id(storage): storage for storage in storages}
-        if self._mover is not None:
-            self._mover.open_group()
+        self._inputs = None if everything else set(storages)
+        self._mover.open_group()
 
     def leave_layer(self) -> None:
         """Assign tensors saved from here on to no layer."""
         self.start_chosen()
-        self._inputs = None if self.config.mode == "all" else {}
+        self._inputs = None if self.config.mode == "all" else set()
 
     def enclose(self, module: nn.Module) -> None:
         """Take the tensors that `module` saves from now on."""
@@ -296,8 +289,7 @@ class Offloader:
 
     def collect(self) -> OffloadStats:
         """Bring `stats` up to date with graphs that have died since; returns them."""
-        if self._mover is not None:
-            self._mover.collect()
+        self._mover.collect()
         return self.stats
 
 

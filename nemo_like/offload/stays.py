@@ -17,14 +17,8 @@ from nemo_like._util.words import a_or_an
 from nemo_like.torch_compat import base_of
 
 PARAMETER = "a parameter, or a view of one"
-BUFFER = "a buffer of the model"
-AUTOCAST = "autocast's copy of a weight"
 LAST_LAYER = "where backward starts (the last layer, or layers left out, and the code after them)"
-NOT_ASKED = "not a layer's input"
-ON_HOST = "on the host already"
-SMALL = "smaller than min_bytes"
 PART = "less than half of its storage"
-EMPTY = "empty"
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
@@ -51,22 +45,16 @@ class KnownStorages:
     """Storages that never move, remembered without keeping them alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+        self.storages: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+        """With the reason."""
         self._shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
 
     def learn(self, module: nn.Module) -> None:
         """Remember the parameters and buffers that `module` has now (FSDP2 puts others in place around a forward)."""
         for parameter in module.parameters():
             self._shapes.setdefault(tuple(sorted(parameter.shape)), set()).add(parameter.dtype)
-        for reason, tensors in ((PARAMETER, module.parameters()), (BUFFER, module.buffers())):
-            for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
-                self._known[id(storage)] = (weakref.ref(storage), reason)
-
-    def reason(self, tensor: torch.Tensor) -> str | None:
-        """Why `tensor`, a plain one with a storage, must stay; None where nothing is known against it."""
-        storage = tensor.untyped_storage()
-        reference, reason = self._known.get(id(storage), (None, None))
-        return reason if reference is not None and reference() is storage else None
+        for reason, tensors in ((PARAMETER, module.parameters()), ("a buffer of the model", module.buffers())):
+            self.storages.update((storage, reason) for tensor in tensors for storage in storages_of(tensor))
 
     def has_weight_like(self, tensor: torch.Tensor) -> bool:
         """Return whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none

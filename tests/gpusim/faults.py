@@ -547,7 +547,7 @@ def copy_of_a_storage_that_is_gone_is_shared(patch: pytest.MonkeyPatch) -> None:
 @shown_by("a reader that writes", "bytes")
 def write_into_a_buffer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """Give the next reader what an earlier one wrote into."""
-    edit(patch, Mover, "fetch", ("version_of(copy.buffer) != copy.buffer_version", "False"))
+    edit(patch, Mover, "fetch", ("version_of(copy.buffer) != copy.version", "False"))
 
 
 @shown_by("slices", "bytes")

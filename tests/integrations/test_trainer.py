@@ -401,7 +401,8 @@ def test_the_defaults_are_the_contracts() -> None:
     context = get_lora_act_offloading_ctx_manager(decoders.build("llama"))
     assert isinstance(context, OffloadActivations)
     assert (context.config.mode, context.config.min_bytes, context.config.pin_memory) == ("all", 1024, True)
-    assert context._max_inflight_copies == 5 and context._use_streams
+    assert context._mover.max_inflight_copies == 5
+    assert context._mover._make_backend.keywords == {"pin_memory": True, "use_streams": True}
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])

@@ -209,7 +209,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "        at_version(buffer, copy.version)\n",
+        "        increment_version([buffer] * copy.version)\n",
         "",
         "tests/offload/test_saved_tensors.py",
     ),
