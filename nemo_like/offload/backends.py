@@ -1,4 +1,4 @@
-"""Operations that moving bytes needs of a device: a stream, events, copies, memory on both sides.
+"""Operations that moving bytes needs of a device: a stream, events, copies, and CPU memory.
 
 They decide nothing: every order between two accesses to memory is made by `nemo_like.offload.mover`.
 """
@@ -14,7 +14,7 @@ from nemo_like._util.log import warn_once
 class Backend:
     """A device's streams and memory, through `torch.get_device_module`: CUDA, and XPU and NPU where torch has them.
 
-    Streams and events are opaque to callers. On the CPU, "device" and host are both main memory, and torch's stand-ins
+    On the CPU, "device" and host are both main memory, and torch's stand-ins
     for streams and events do nothing: work has ended when its call returns.
 
     Args:
@@ -46,18 +46,6 @@ class Backend:
         event.record(stream)
         return event
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let work given to `stream` from now on start after `event`. Does not block the host."""
-        stream.wait_event(event)
-
-    def done(self, event: Any) -> bool:
-        """Return whether `event` has happened. Does not block."""
-        return event.query()
-
-    def synchronize(self, event: Any) -> None:
-        """Block the host until `event` has happened."""
-        event.synchronize()
-
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Copy bytes, (n,) uint8 to (n,) uint8, on `stream`."""
         with self._module.stream(stream):
@@ -78,10 +66,6 @@ class Backend:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         # Python's memory, not torch's: meters of torch's CPU memory then have the share of the device, if that is the CPU.
         return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Return device memory of the current stream's pool, uint8 of shape (nbytes,)."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
 def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Backend:

@@ -22,7 +22,7 @@ from nemo_like.offload.stays import OffloadStats
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import version_of
 
-Event = Any  # As `Backend.record` returns it.
+Event = Any  # Of the device's module: `torch.cuda.Event`, for example.
 _Held = tuple[Event, object, int]  # An event, the memory that a copy uses until then, and bytes.
 
 
@@ -34,9 +34,8 @@ class HostCopy:
     """
 
     def __init__(self, mover: "Mover", storage: torch.UntypedStorage, version: int, host: torch.Tensor) -> None:
-        self.mover = mover
+        self.mover, self.version, self.host = mover, version, host  # host: (nbytes,) uint8
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        self.version, self.host = version, host  # host: (nbytes,) uint8
         self.nbytes = storage.nbytes()
         self.stream = mover.backend.current_stream()  # whose operators saved the storage, and so may use its memory
         self.written: Event = None
@@ -119,14 +118,18 @@ class Mover:
                 so that checks which compare it (in recomputation) find the same one.
         """
         with self._lock:
-            self._retire()
+            self.retire()
             shared = self.find(storage, version)
             self.stats.shared += shared is not None
             copy = shared or self._copy_out(storage, version[-1] or 0)
             if isinstance(copy, HostCopy):
                 self._copies[id(storage), version] = copy
-                self._join_group(copy)  # of a shared copy: backward requests it with the last of its groups
-                self._retire()
+                if self._group.nbytes > self._group_limit:
+                    self.open_group(self._group_limit)
+                copy.group = self._group  # of a shared copy: backward requests it with the last of its groups
+                copy.group.append(weakref.ref(copy))
+                copy.group.nbytes += copy.nbytes
+                self.retire()
             return copy
 
     def _copy_out(self, storage: torch.UntypedStorage, version: int) -> HostCopy | str:
@@ -143,7 +146,7 @@ class Mover:
         stats.host_peak_live_bytes = max(stats.host_peak_live_bytes, stats.host_live_bytes)
         copy = HostCopy(self, storage, version, host)
         # The operator that makes these bytes may still be running on the caller's stream.
-        backend.wait(backend.copies, backend.record(copy.stream))
+        backend.copies.wait_event(backend.record(copy.stream))
         backend.copy(host, bytes_of(storage), backend.copies)
         copy.written = backend.record(backend.copies)
         stats.moved_bytes += nbytes
@@ -152,27 +155,23 @@ class Mover:
         self._inflight.append((copy.written, storage, nbytes))
         return copy
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Let go of copies that died and storages whose copies ended; wait for the oldest where too much is moving."""
-        held = self._inflight
-        while self.dead:
-            ready, buffer, nbytes = self.dead.popleft()
-            self.stats.host_live_bytes -= self.config.host_bytes(nbytes)
-            if buffer is not None:
-                held.append((ready, buffer, 0))
-        while held and self.backend.done(held[0][0]):
-            held.popleft()
-        most = len(held) if self.max_inflight_copies is None else self.max_inflight_copies
-        # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
-        while len(held) > 1 and (len(held) > most or sum(n for *_, n in held) > self.config.max_inflight_bytes):
-            self.stats.offload_stalls += 1
-            self.backend.synchronize(held[0][0])
-            held.popleft()
-
-    def collect(self) -> None:
-        """Let go of copies whose readers died, and of storages whose copies have ended."""
         with self._lock:
-            self._retire()
+            held = self._inflight
+            while self.dead:
+                ready, buffer, nbytes = self.dead.popleft()
+                self.stats.host_live_bytes -= self.config.host_bytes(nbytes)
+                if buffer is not None:
+                    held.append((ready, buffer, 0))
+            while held and held[0][0].query():
+                held.popleft()
+            most = len(held) if self.max_inflight_copies is None else self.max_inflight_copies
+            # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
+            while len(held) > 1 and (len(held) > most or sum(n for *_, n in held) > self.config.max_inflight_bytes):
+                self.stats.offload_stalls += 1
+                held[0][0].synchronize()
+                held.popleft()
 
     def open_group(self, limit: float = float("inf")) -> None:
         """Open a group (a layer) for the copies made from here on; it ends where it has more than `limit` bytes."""
@@ -181,17 +180,10 @@ class Mover:
             self._group = self._groups[number] = Group()
             self._group.number = number
 
-    def _join_group(self, copy: HostCopy) -> None:
-        if self._group.nbytes > self._group_limit:
-            self.open_group(self._group_limit)
-        copy.group = self._group
-        copy.group.append(weakref.ref(copy))
-        copy.group.nbytes += copy.nbytes
-
     def fetch(self, copy: HostCopy, reader: object) -> torch.Tensor:
         """Return the copy's bytes, (n,) uint8 on the device, ready for the current stream."""
         with self._lock:
-            self._retire()
+            self.retire()
             backend, stream = self.backend, self.backend.current_stream()
             if copy.buffer is not None and version_of(copy.buffer) != copy.version:
                 copy.buffer = None  # an earlier reader wrote into it; the host has the true bytes
@@ -203,11 +195,11 @@ class Mover:
                 increment_version([whole] * copy.version)
                 backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
             else:
-                late = copy.buffer is None or (copy in self._ahead and not backend.done(copy.ready))
+                late = copy.buffer is None or (copy in self._ahead and not copy.ready.query())
                 self.stats.reload_stalls += late
                 whole = self._copy_back(copy) if copy.buffer is None else copy.buffer
                 # Not the host: only the caller's stream waits, so that Python runs on and launches the next operators.
-                backend.wait(stream, copy.ready)
+                stream.wait_event(copy.ready)
                 backend.lend(whole, stream, copy.buffer_stream)
             self._ahead.discard(copy)
             copy.unread.discard(reader)
@@ -221,8 +213,8 @@ class Mover:
     def _copy_back(self, copy: HostCopy) -> torch.Tensor:
         backend = self.backend
         stream = backend.current_stream()
-        buffer = backend.device_memory(copy.nbytes)
-        backend.wait(backend.copies, backend.record(stream))  # earlier kernels may still use this memory
+        buffer = torch.empty(copy.nbytes, dtype=torch.uint8, device=backend.device)
+        backend.copies.wait_event(backend.record(stream))  # earlier kernels may still use this memory
         backend.copy(buffer.data, copy.host, backend.copies)  # `data`: no change to be counted
         copy.ready = backend.record(backend.copies)
         # Checks in recomputation compare version counters: the bytes come back with the counter that they left with.
@@ -235,14 +227,14 @@ class Mover:
     def part_from_source(self, copy: HostCopy) -> None:
         """The original is about to change: the current stream's next work comes after the copy's reading of it."""
         with self._lock:
-            self.backend.wait(self.backend.current_stream(), copy.written)
+            self.backend.current_stream().wait_event(copy.written)
             copy.storage = lambda: None  # the original would still be found, with other bytes in it
 
     def _look_ahead(self, group: int) -> None:
         """Start bringing back the rest of this group, and the groups that backward needs next."""
-        if group == self._group_out_of_memory:
+        if not self.config.prefetch or group == self._group_out_of_memory:
             return
-        numbers = range(group, group - self.config.prefetch - 1, -1) if self.config.prefetch else ()
+        numbers = range(group, group - self.config.prefetch - 1, -1)
         for copy in (reference() for number in numbers for reference in reversed(self._groups.get(number, ()))):
             # One that was read is not needed again in this backward, and one that was shared belongs to a later group.
             if copy is None or copy.was_read or copy.group.number > group:

@@ -120,9 +120,7 @@ class Offloader:
                 return KeptHandle(tensor)
             tensor = _resolved(tensor)
             reason = self._reason_to_stay(tensor)
-            if reason is not None:
-                return self._keep(tensor, reason)
-            return self._move(tensor, (version_of(tensor),), guarded=True)
+            return self._keep(tensor, reason) if reason else self._move(tensor, (version_of(tensor),), guarded=True)
 
     @staticmethod
     @left_to_python
@@ -289,7 +287,7 @@ class Offloader:
 
     def collect(self) -> OffloadStats:
         """Bring `stats` up to date with graphs that have died since; returns them."""
-        self._mover.collect()
+        self._mover.retire()
         return self.stats
 
 

@@ -59,9 +59,8 @@ class KnownStorages:
     def has_weight_like(self, tensor: torch.Tensor) -> bool:
         """Return whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none
         is known."""
-        if not self._shapes:
-            return tensor.dim() == 2
-        return bool(self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype})
+        others = self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype}
+        return bool(others) if self._shapes else tensor.dim() == 2
 
 
 def spans_half(tensor: torch.Tensor) -> bool:

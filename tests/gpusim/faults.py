@@ -26,7 +26,7 @@ from nemo_like.offload.handles import HostHandle
 from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
 from tests.gpusim.device import NAME, Device, RaceError
-from tests.gpusim.streams import host
+from tests.gpusim.streams import Event, host
 from tests.offload.cases import Stack, stack_of
 
 WIDTH, ROWS = 16, 64
@@ -413,13 +413,13 @@ def how_it_shows(device: Device, name: str) -> str:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
     """Copy to the host without waiting for the operator that makes the bytes."""
-    edit(patch, Mover, "_copy_out", ("backend.wait(backend.copies, backend.record(copy.stream))", "pass"))
+    edit(patch, Mover, "_copy_out", ("backend.copies.wait_event(backend.record(copy.stream))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     """Read what comes back before it is there."""
-    edit(patch, Mover, "fetch", ("backend.wait(stream, copy.ready)", "pass"))
+    edit(patch, Mover, "fetch", ("stream.wait_event(copy.ready)", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -444,7 +444,7 @@ def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy back before it."""
-    wait = "backend.wait(backend.copies, backend.record(stream))"
+    wait = "backend.copies.wait_event(backend.record(stream))"
     edit(patch, Mover, "_copy_back", (READY, "pass"), (wait, f"{wait}; {READY}"))
 
 
@@ -457,13 +457,13 @@ def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def host_never_waits(patch: pytest.MonkeyPatch) -> None:
     """Go on where the host is to wait for a copy, and let go of what it reads."""
-    patch.setattr(Backend, "synchronize", lambda *_: None)
+    edit(patch, Mover, "retire", ("held[0][0].synchronize()", "pass"))
 
 
 @shown_by("all, 8192 bytes on their way", "race")
 def every_event_has_happened(patch: pytest.MonkeyPatch) -> None:
     """Take every copy for done."""
-    patch.setattr(Backend, "done", lambda *_: True)
+    edit(patch, Mover, "retire", ("held[0][0].query()", "True"))
 
 
 @shown_by("a reader on a side stream", "race")
@@ -481,7 +481,7 @@ def reader_of_an_original_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_waits_for_no_earlier_work(patch: pytest.MonkeyPatch) -> None:
     """Write to a buffer whose memory earlier operators of the current stream may use."""
-    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copies, backend.record(stream))", "pass"))
+    edit(patch, Mover, "_copy_back", ("backend.copies.wait_event(backend.record(stream))", "pass"))
 
 
 @shown_by("copies back while those to the host are on their way", "race")
@@ -500,7 +500,7 @@ def copy_back_is_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 @shown_by("saved", "race")
 def change_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
     """Change in place what is being copied to the host."""
-    edit(patch, Mover, "part_from_source", ("self.backend.wait(self.backend.current_stream(), copy.written)", "pass"))
+    edit(patch, Mover, "part_from_source", ("self.backend.current_stream().wait_event(copy.written)", "pass"))
 
 
 @shown_by("saved", "bytes")
@@ -577,10 +577,10 @@ def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @shown_by("a backward that ends early", "race")
 def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
     """Drop a buffer that is being brought back without waiting for the copy."""
-    edit(patch, Mover, "_retire", ("held.append((ready, buffer, 0))", "pass"))
+    edit(patch, Mover, "retire", ("held.append((ready, buffer, 0))", "pass"))
 
 
 @shown_by("no streams, and another one for backward", "race")
 def one_stream_needs_no_wait(patch: pytest.MonkeyPatch) -> None:
     """Wait for nothing where copies are on the user's stream, which may have changed since."""
-    patch.setattr(Backend, "wait", lambda *_: None)
+    patch.setattr(Backend, "record", lambda *_: Event())

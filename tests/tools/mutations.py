@@ -191,13 +191,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "        backend.wait(backend.copies, backend.record(copy.stream))\n",
+        "        backend.copies.wait_event(backend.record(copy.stream))\n",
         "",
         "tests/offload/test_accelerators.py",
     ),
     Fault(
         "offload/mover.py",
-        "                backend.wait(stream, copy.ready)\n",
+        "                stream.wait_event(copy.ready)\n",
         "",
         "tests/offload/test_accelerators.py",
     ),
@@ -221,8 +221,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "                held.append((ready, buffer, 0))\n",
-        "                pass\n",
+        "                    held.append((ready, buffer, 0))\n",
+        "                    pass\n",
         "tests/gpusim/test_device.py",
     ),
     Fault(
