@@ -54,7 +54,7 @@ def offload_activations(
 ) -> Offloader:
     """A context manager: tensors that autograd saves inside it wait on the host until backward uses them.
 
-    Make it once and enter it each step: it owns the CPU memory, which is reused.
+    Make it once and enter it each step: it has the counters, and PyTorch keeps pinned CPU memory for the next step.
 
     Args:
         config: an `OffloadConfig`, or its mode; None: ``"all"``.

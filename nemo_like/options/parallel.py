@@ -493,7 +493,11 @@ class OffloadConfig:
         check_bool("OffloadConfig.pin_memory", self.pin_memory)
 
     def host_bytes(self, nbytes: int) -> int:
-        """Return the bytes of CPU memory that a copy of `nbytes` takes: PyTorch rounds pinned ones to a power of two."""
+        """Return the bytes of CPU memory that a copy of `nbytes` takes: PyTorch rounds pinned ones to a power of two.
+
+        >>> OffloadConfig().host_bytes(1000), OffloadConfig(pin_memory=False).host_bytes(1000)
+        (1024, 1000)
+        """
         return 1 << max(nbytes - 1, 0).bit_length() if self.pin_memory else nbytes
 
     @classmethod
