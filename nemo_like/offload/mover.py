@@ -54,9 +54,10 @@ class HostCopy:
 
     def add_reader(self, reader: object) -> None:
         """Count `reader`, while it is alive, among those who will `Mover.fetch` it."""
-        self.readers.add(reader)
-        self.unread.add(reader)
-        self.was_read = False
+        with self.mover.lock:  # another thread may be going through the readers
+            self.readers.add(reader)
+            self.unread.add(reader)
+            self.was_read = False
 
     def __del__(self) -> None:
         # Any thread, any time, the collector's included: leave a note and touch nothing.
@@ -84,7 +85,7 @@ class Mover:
     ) -> None:
         self._make_backend, self.config, self.max_inflight_copies = make_backend, config, max_inflight_copies
         self.stats = OffloadStats()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         # Sources of copies to the host, and buffers that were dropped before anyone waited for them. All copies are on
         # one stream, so their events happen in turn.
         self._inflight: deque[_Held] = deque()
@@ -117,7 +118,7 @@ class Mover:
             version: changes when the contents do. The last of it is the version counter that the bytes come back with,
                 so that checks which compare it (in recomputation) find the same one.
         """
-        with self._lock:
+        with self.lock:
             self.retire()
             shared = self.find(storage, version)
             self.stats.shared += shared is not None
@@ -157,7 +158,7 @@ class Mover:
 
     def retire(self) -> None:
         """Let go of copies that died and storages whose copies ended; wait for the oldest where too much is moving."""
-        with self._lock:
+        with self.lock:
             held = self._inflight
             while self.dead:
                 ready, buffer, nbytes = self.dead.popleft()
@@ -175,14 +176,14 @@ class Mover:
 
     def open_group(self, limit: float = float("inf")) -> None:
         """Open a group (a layer) for the copies made from here on; it ends where it has more than `limit` bytes."""
-        with self._lock:
+        with self.lock:
             number, self._group_limit = self._group.number + 1, limit
             self._group = self._groups[number] = Group()
             self._group.number = number
 
     def fetch(self, copy: HostCopy, reader: object) -> torch.Tensor:
         """Return the copy's bytes, (n,) uint8 on the device, ready for the current stream."""
-        with self._lock:
+        with self.lock:
             self.retire()
             backend, stream = self.backend, self.backend.current_stream()
             if copy.buffer is not None and version_of(copy.buffer) != copy.version:
@@ -226,7 +227,7 @@ class Mover:
 
     def part_from_source(self, copy: HostCopy) -> None:
         """The original is about to change: the current stream's next work comes after the copy's reading of it."""
-        with self._lock:
+        with self.lock:
             self.backend.current_stream().wait_event(copy.written)
             copy.storage = lambda: None  # the original would still be found, with other bytes in it
 
@@ -247,7 +248,7 @@ class Mover:
 
     def prefetch(self, copy: HostCopy) -> bool:
         """Start the way back, where the storage is not on the device any more; return whether there was memory."""
-        with self._lock:
+        with self.lock:
             if copy.buffer is not None or copy.original() is not None:
                 return True
             try:
