@@ -10,7 +10,8 @@ themselves only where the numbers differ.
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +121,25 @@ def compare_batches(model: nn.Module, mesh: DeviceMesh | None) -> None:
         check_same_batch({str(name): value for name, value in arguments.items()}, groups)
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+@contextmanager
+def together(
+    groups: Iterable[dist.ProcessGroup | None], elsewhere: Callable[[int, str, str], Exception]
+) -> Iterator[None]:
+    """Raise on all ranks along `groups` where the block raises on one, so that none waits for it. A collective behind it.
+
+    elsewhere: of the first rank that raised, its error's type and its words, makes the error of a rank that did not.
+    """
+    failure: Exception | None = None
+    words: tuple[str, ...] = ()
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
+        failure, words = error, (type(error).__name__, str(error))
+    failed = [row for row in gather_objects((launch.rank(), *words), groups) if row[1:]]
+    if failed:
+        raise failure or elsewhere(*failed[0])
 
 
 def sharing_groups(mesh: DeviceMesh | None, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:

@@ -442,9 +442,6 @@ def test_parts_in_which_nothing_counts(rank: int, world_size: int) -> None:
     batch["labels"][2:4] = -100
     said, loss = RIGHT["the plainest GPT"]
     off = _differences(_pipeline(_plain(loss), batch, said), _plain(loss), batch, "")
-    pipeline = _pipeline(_plain(RIGHT["by hand"][1]), batch, "tokens")
-    with pytest.raises(ValueError, match="pp cannot add up the losses"):  # 0 / 0
-        pipeline.step(**batch)
     pipeline = _pipeline(_plain(RIGHT["mean over labels"][1]), batch, "tokens")
     with pytest.raises(ValueError, match="Nothing counts in the batch"):
         pipeline.step(**batch | {"labels": torch.full_like(batch["labels"], -100)})

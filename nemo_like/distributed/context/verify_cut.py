@@ -19,15 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.context.parts import Parts, main_input, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, padded_length
 from nemo_like.distributed.tensor.shared_random import generators
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 
 # Calls of a model for a comparison alone: in evaluation mode, and the model is afterwards as it was.
-
-
-_PLAIN = int | float | str | None
 
 
 @contextlib.contextmanager
@@ -52,7 +50,7 @@ def as_it_was(*models: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
+    """Within it, `model` is in evaluation mode; it is put back after, as by `put_back`."""
     with put_back(model):
         model.eval()
         yield
@@ -60,11 +58,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """The buffers and plain attributes of `model` are put back after it."""
-    plain = [
-        (attributes, {k: v for k, v in attributes.items() if isinstance(v, _PLAIN)})
-        for attributes in map(vars, model.modules())
-    ]
+    """The buffers, attributes and containers of `model` are put back after it."""
     slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [
         (buffer, buffer._version, buffer.detach().clone())
@@ -72,10 +66,10 @@ def put_back(model: nn.Module) -> Iterator[None]:
         if not (buffer.is_meta or buffer.is_inference())
     ]
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            ModuleState(model).restore(stack)
+            yield
     finally:
-        for attributes, values in plain:
-            attributes.update(values)  # `training`, too
         for own_buffers, saved in slots:
             own_buffers.update(saved)
         with torch.no_grad():
@@ -140,7 +134,7 @@ def compare(
 
     cut: of `models`.
     """
-    whole, part = (_run(models, cut, answers, word) for word in ("whole", "parts"))
+    whole, part = (answered(models, cut, answers, word) for word in ("whole", "parts"))
     lower = any(fewer_bits(model, whole) for model in models)
     off = [_off(cut[0], *pair, lower) for pair in zip(part, whole)] if len(part) == len(whole) else [float("inf")]
     worst = torch.tensor(max(off, default=0.0), dtype=torch.float64, device=device)
@@ -155,14 +149,15 @@ def compare(
         )
 
 
-def _run(
+def answered(
     models: Sequence[nn.Module], cut: Sequence[Parts], answers: Callable[[], list[Tensor]], word: str
 ) -> list[Tensor]:
+    """Return the `answers` of `models`, which it calls on "parts" of sequences or on "whole" ones, by `word`."""
     for parts in cut:
         parts.verifying = word
     try:
         with as_it_was(*models):
-            return answers()
+            return [each.full_tensor() if isinstance(each, DTensor) else each for each in answers()]
     finally:
         for parts in cut:
             parts.verifying, parts.seen = None, []
@@ -175,7 +170,6 @@ def _off(parts: Parts, part: Tensor, whole: Tensor, lower: bool) -> float:
         part: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `whole`.
         lower: something on the way was computed with fewer bits than float32 has.
     """
-    part, whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in (part, whole))
     if whole.ndim > 1 and part.shape != whole.shape:
         part = parts.gather(part, 1)[:, : whole.shape[1]]
     if part.shape != whole.shape:

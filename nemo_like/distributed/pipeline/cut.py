@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like._util.module_tree import bare, join
+from nemo_like._util.module_tree import bare, bare_modules, join
 from nemo_like._util.tensors import map_tensors
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.consistency_checks import mesh_groups
@@ -32,6 +32,7 @@ from nemo_like.distributed.context.verify_cut import compare, first_tokens, loss
 from nemo_like.distributed.documents import PackedCalls
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.options import ChunkedLoss, PipelineParallel
+from nemo_like.torch_compat import answering_calls
 
 STAGE_MARK = "_nemo_like_pipeline_stage"  # Attribute of a stage's tree.
 
@@ -517,6 +518,16 @@ class StagesOfRank:
             for stage in self.stages
         )
         return [parts for parts in found if parts is not None]
+
+    @contextlib.contextmanager
+    def without_layers(self, stage: HeldStage) -> Iterator[None]:
+        """Within it, calls of the layers of `stage` pass hidden states on, where it is known how."""
+        modules = dict(bare_modules(stage.module))
+        with contextlib.ExitStack() as stack:
+            for index in stage.slice.layers:
+                if (passing := self.parts.passing(index)) is not None:
+                    stack.enter_context(answering_calls(modules[self.parts.layers[index]], passing))
+            yield
 
 
 # Context parallelism in a pipeline compared with whole sequences: every stage's hidden states, and the loss.

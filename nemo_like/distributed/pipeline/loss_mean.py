@@ -1,43 +1,39 @@
 """The share of each micro-batch of a pipeline in the loss of the whole batch, by `PipelineParallel.loss_mean`.
 
 No model tells whether its loss is a sum, a mean over rows, or a mean over labels that count: its user does. The last
-stage is then called with two micro-batches at once. That loss must be the sum of the losses of each alone, and so must
-its gradients. Layers are left out of these calls, and hidden states are drawn: the loss is a function of the modules
-behind the layers.
+stage is then called with two micro-batches at once. That loss must be the sum of the losses of each alone. Layers are
+left out of these calls, and hidden states are drawn: the loss is a function of the modules behind the layers. Those of
+one micro-batch are so small that a norm gives almost zeros for them: the two losses then differ, and a wrong share shows.
+
+Values are compared, and gradients are not. Not seen are a term that is zero for both hidden states and has a gradient
+there, and the gradient of 0 / 0, of a mean that the model computes itself of a micro-batch in which nothing counts.
 """
 
-from __future__ import annotations
-
-import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like._util.device_work import send
-from nemo_like._util.module_tree import bare_modules
-from nemo_like.activation_checkpointing.engine.module_state import ModuleState
-from nemo_like.distributed.consistency_checks import gather, gather_objects
-from nemo_like.distributed.context.verify_cut import evaluating, first_tokens, put_back
-from nemo_like.distributed.pipeline.cut import HeldStage, StagesOfRank, cut_batch, joined, size_of
+from nemo_like.distributed.consistency_checks import gather, together
+from nemo_like.distributed.context.verify_cut import answered, fewer_bits, first_tokens
+from nemo_like.distributed.pipeline.cut import StagesOfRank, cut_batch, joined, size_of
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.options import PipelineParallel
-from nemo_like.torch_compat import answering_calls
 from nemo_like.transformers_compat import model_base
 
-# Compared of a micro-batch: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit.
+# Compared of a micro-batch: at a vocabulary of 128k, two take 0.3 GB, 4 bytes a logit.
 _TOKENS = 256
 # Calls that look whether to compare: the first ones, and then each of so many. A look reads the device, and all ranks
 # take part in it.
 _FIRST_LOOKS, _LOOK_EVERY = 4, 16
-# Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
-# float32 has.
-_TOLERANCE, _LOWER = 1e-4, 3e-2
+# Allowed difference of losses, relative to the largest, besides their own rounding; the second where something is
+# computed with fewer bits than float32 has.
+_TOLERANCE, _LOWER = 2e-5, 1e-3
+_SCALES = 8.0, 1e-8  # Of hidden states: the second is below the epsilon of every norm, and is not 0 / 0 without one.
 
 
 class LossMean:
@@ -48,22 +44,20 @@ class LossMean:
     """
 
     def __init__(self, model: nn.Module, pp: PipelineParallel) -> None:
-        base = model_base()
-        kind = type(model).__name__
-        if pp.loss_mean is None and not hasattr(model, "loss_function") and not (base and isinstance(model, base)):
+        self._kind = type(model).__name__
+        if pp.loss_mean is None and not hasattr(model, "loss_function") and not isinstance(model, model_base() or ()):
             raise ValueError(
-                f"pp adds up the losses of micro-batches, and cannot see the unit that the loss of {kind} is a mean "
+                f"pp adds up the losses of micro-batches, and cannot see the unit that the loss of {self._kind} is a mean "
                 f"over. Write one of these, for pp={pp.size}:\n"
                 f'  pp=PipelineParallel({pp.size}, loss_mean="tokens")  # over labels that are not {IGNORED}\n'
                 f'  pp=PipelineParallel({pp.size}, loss_mean="rows")  # over rows or elements; or "sum"\n'
                 f'  pp=PipelineParallel({pp.size}, loss_mean=lambda batch: (batch["ids"] != 0).sum())  # over real ids'
             )
-        self.over = "tokens" if pp.loss_mean is None else pp.loss_mean
-        self._shifts, self._kind = predicts_next_token(model), kind
+        self.over, self._shifts = "tokens" if pp.loss_mean is None else pp.loss_mean, predicts_next_token(model)
         # Names of batches that were compared → whether one was whose micro-batches count differently.
         self._compared: dict[frozenset[str], bool] = {}
-        self._calls = 0
-        self.has_values = True  # Tensors have values. Without them micro-batches count alike, and nothing is compared.
+        # has_values: of tensors. Without them micro-batches count alike, and nothing is compared.
+        self._calls, self.has_values = 0, True
 
     def cut(
         self, batch: Mapping[str, Any], count: int, device: torch.device | None = None
@@ -73,41 +67,31 @@ class LossMean:
         Rows that are missing are filled up with labels that count for nothing. Labels are counted where they are given: on
         the host no rank waits for that.
         """
-        labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
-        fill = dict.fromkeys(labels, IGNORED) or None
-        shares = self._shares(cut_batch(batch, count, fill))
-        if device is not None:
-            batch = {key: send(value, device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-        return cut_batch(batch, count, fill), shares
+        fill = {k: IGNORED for k in LABELS if self.over == "tokens" and _are_classes(batch.get(k))} or None
+        tensors = {k: send(v, device) for k, v in batch.items() if device is not None and isinstance(v, Tensor)}
+        return cut_batch({**batch, **tensors}, count, fill), self._shares(cut_batch(batch, count, fill))
 
     def _shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return the share of each of `parts` in the loss of all of them."""
-        count = len(parts)
-        if count == 1 or self._is_sum(parts[0]):
-            return [1.0] * count
+        if len(parts) == 1 or self.over == "sum" or (self.over == "tokens" and parts[0].get(ITEMS) is not None):
+            return [1.0] * len(parts)
         if self.over == "rows" or not self.has_values:
-            return [1 / count] * count
-        weigh = self.over if callable(self.over) else self._labels
-        numbers = torch.stack([torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]).tolist()
-        return [number / (sum(numbers) or math.nan) for number in numbers]  # NaN: the loss of nothing
-
-    def _is_sum(self, batch: Mapping[str, Any]) -> bool:
-        return self.over == "sum" or (self.over == "tokens" and batch.get(ITEMS) is not None)
+            return [1 / len(parts)] * len(parts)
+        counts = map(torch.as_tensor, map(self.over if callable(self.over) else self._labels, parts))
+        numbers = torch.stack([count.detach().double().reshape(()) for count in counts]).tolist()
+        return [number / (sum(numbers) or torch.nan) for number in numbers]  # NaN: the loss of nothing
 
     def _labels(self, microbatch: Mapping[str, Any]) -> Tensor:
         """Return how many labels count, 0-dim."""
-        names = [name for name in reversed(LABELS) if isinstance(microbatch.get(name), Tensor)]
-        if not names:
+        name = next((name for name in reversed(LABELS) if isinstance(microbatch.get(name), Tensor)), None)
+        if name is None:
             raise ValueError(
                 f'PipelineParallel.loss_mean is "tokens", which counts {", ".join(LABELS)}, and the batch has '
                 f"{', '.join(microbatch)}. Give labels, or write loss_mean='rows', 'sum' or a function of a micro-batch."
             )
-        labels = microbatch[names[0]]
-        if self._shifts and names[0] != "shift_labels" and labels.dim() > 1:
-            labels = labels[..., 1:]  # the first one belongs to no prediction
-        return (labels != IGNORED).sum()
-
-    # --- the comparison -----------------------------------------------------------------------------------------------
+        # The first label of a row belongs to no prediction.
+        shifts = self._shifts and name != "shift_labels" and microbatch[name].dim() > 1
+        return (microbatch[name][..., 1:] if shifts else microbatch[name]).ne(IGNORED).sum()
 
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
         """Compare the micro-batches that the stages were given: in the first step, in the first with other names in its
@@ -119,81 +103,81 @@ class LossMean:
         """
         parts, shares = pipeline.stages[0].forward.microbatches, pipeline.stages[0].forward.shares
         self._calls += 1
-        looks = self._calls <= _FIRST_LOOKS or self._calls % _LOOK_EVERY == 0
-        if len(parts) == 1 or not self.has_values or not looks:
-            return
-        names = frozenset(batch)
-        is_new = names not in self._compared
-        if not self._compared.get(names) and (len(set(shares)) > 1 or len(set(_ignored(parts))) > 1):
-            is_new = self._compared[names] = True
-        self._compared.setdefault(names, False)
-        votes = torch.tensor([is_new, math.isnan(shares[0])])
-        is_new, nothing = gather(votes, pipeline.groups_of_stage).max(0).values.tolist()
-        if nothing:
-            raise ValueError(
-                "Nothing counts in the batch: its loss gives no gradient. Give labels of which some count."
-            )
-        if is_new:
-            self._compare(pipeline, parts, shares)
+        if len(parts) > 1 and self.has_values and (self._calls <= _FIRST_LOOKS or self._calls % _LOOK_EVERY == 0):
+            known = self._compared.get(names := frozenset(batch))
+            self._compared[names] = uneven = known or len(set(shares)) > 1 or len(set(_ignored(parts))) > 1
+            votes = torch.tensor([known != uneven, shares[0] != shares[0]])
+            is_new, nothing = gather(votes, pipeline.groups_of_stage).max(0).values.tolist()
+            if nothing:
+                raise ValueError(
+                    "Nothing counts in the batch: its loss gives no gradient. Give labels of which some count."
+                )
+            if is_new:
+                ends = sorted(range(len(shares)), key=shares.__getitem__)[:: 1 - len(shares)]  # the last and the first
+                self._compare(pipeline, [_few_tokens(parts[number]) for number in ends])
 
-    def _compare(self, pipeline: StagesOfRank, parts: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> None:
-        off: float | str = 0.0
-        failure: Exception | None = None
-        if pipeline.stages[-1].slice.is_last:
-            last = LastStage(pipeline, pipeline.stages[-1])
-            order = sorted(range(len(shares)), key=shares.__getitem__)
-            try:
-                with last.undisturbed():
-                    off = self._off(last, *(_few_tokens(_usable(parts[number])) for number in (order[-1], order[0])))
-                off = off if off > (_LOWER if last.fewer_bits else _TOLERANCE) else 0.0
-            except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
-                off, failure = f"{type(error).__name__}: {error}", error
-        answers = [answer for _, answer in gather_objects((dist.get_rank(), off), pipeline.groups)]
-        if failure is not None:
-            raise failure
-        failed = next((answer for answer in answers if isinstance(answer, str)), None)
-        if failed is not None:
-            raise ValueError(f"The last stage cannot compute the loss. {failed}")
-        if any(answers):
-            raise ValueError(self._refusal(max(answers)))
+    def _compare(self, pipeline: StagesOfRank, pair: Sequence[dict[str, Any]]) -> None:
+        weights = self._shares(pair)
+        with together(
+            pipeline.groups,
+            lambda _rank, kind, words: ValueError(
+                words if kind == "ValueError" else f"The last stage cannot compute the loss. {kind}: {words}"
+            ),
+        ):
+            # The others raise its error.
+            (whole, *parts), limit = _losses(pipeline, pair) if pipeline.stages[-1].slice.is_last else ([0.0] * 3, 0.0)
+            # The loss of nothing is not a number: its weight is 0.
+            terms = [loss * weight if weight else 0.0 for loss, weight in zip(parts, weights)]
+            off = abs(sum(terms) - whole) / max(*map(abs, (whole, *terms)), 1e-30)
+            if not (off <= limit or weights[0] != weights[0]):  # refused: a loss that is not a number, too
+                raise ValueError(
+                    f"pp cannot add up the losses of this {self._kind}'s micro-batches under "
+                    f"loss_mean{f'={self.over!r}' if isinstance(self.over, str) else ''}: the loss of two in one call is "
+                    f"off by {off:.1e} of its size. Write the unit that the loss is a mean over, with PipelineParallel("
+                    "loss_mean='tokens' | 'rows' | 'sum' | a function of a micro-batch)"
+                    + f", or leave {ITEMS} out"
+                    * (self.over == "tokens")
+                    + ". A model that shifts its labels needs a function: lambda batch: "
+                    f"(batch['labels'][:, 1:] != {IGNORED}).sum()"
+                    * (self.over == "tokens" and not self._shifts)
+                    + ". A loss of terms that are means over different things takes strategy='fsdp2' with tp or cp in "
+                    "place of pp."
+                )
 
-    def _refusal(self, off: float) -> str:
-        setting = f"loss_mean={self.over!r}" if isinstance(self.over, str) else "loss_mean"
-        items = f", or leave {ITEMS} out" if self.over == "tokens" else ""
-        if self.over == "tokens" and not self._shifts:
-            shifted = f"lambda batch: (batch['labels'][:, 1:] != {IGNORED}).sum()"
-            items += f". A model that shifts its labels needs a function: {shifted}"
-        return (
-            f"pp cannot add up the losses of this {self._kind}'s micro-batches under {setting}: the loss of two in one "
-            f"call, or its gradient, is off by {off:.1e} of its size. Write the unit that the loss is a mean over, "
-            f"with PipelineParallel(loss_mean='tokens' | 'rows' | 'sum' | a function of a micro-batch){items}. A loss "
-            "of terms that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
+
+def _losses(pipeline: StagesOfRank, pair: Sequence[dict[str, Any]]) -> tuple[list[float], float]:
+    """Return the losses of two micro-batches together and of each, and the error that rounding may have.
+
+    The last stage is called without its layers and without dropout; afterwards it is as it was.
+    """
+    stage, batches, draw = pipeline.stages[-1], [joined(*pair), *pair], torch.Generator().manual_seed(0)
+    module, forward, states = stage.module, stage.forward, list[list[Tensor]]()
+    # Of whole sequences, as layers give them to the loss: none of them runs.
+    for form, half in zip(
+        *(
+            pipeline.parts.sent(stage.slice.index - 1, batch, rows, pipeline.parts.sent_by * tokens)
+            for batch, (rows, tokens) in zip(batches[:2], map(size_of, batches))
         )
+    ):
+        halves = [torch.randn(half.shape, generator=draw) * scale for scale in _SCALES]
+        rows = next((dim for dim, (a, b) in enumerate(zip(form.shape, half.shape)) if a != b), None)
+        three = halves[:1] * 3 if rows is None else [torch.cat(halves, rows), *halves]
+        states.append([state.to(pipeline.device, form.dtype) for state in three])
+    # Behind the micro-batches of this step, and gone with them.
+    forward.microbatches, forward.shares = [*forward.microbatches, *batches], [*forward.shares, 1.0, 1.0, 1.0]
 
-    def _off(self, last: LastStage, one: dict[str, Any], other: dict[str, Any]) -> float:
-        """Return the relative error of the loss of two micro-batches, or of its gradient, against the sum of both."""
-        weights = self._shares((one, other))
-        if math.isnan(weights[0]):
-            return 0.0
-        both = joined(one, other)
-        states, places = last.states(one, both)
-        whole, loss = last.gradients(both, states)
-        halves = zip(
-            *((state, state) if place is None else state.chunk(2, place) for state, place in zip(states, places))
-        )
-        singles = [last.gradients(part, half) for part, half in zip((one, other), halves)]
-        terms = [
-            value * weight if weight else value.nan_to_num() * 0.0  # a mean over nothing
-            for (_, value), weight in zip(singles, weights)
+    def loss(number: int, inputs: tuple[Tensor, ...], training: bool = module.training) -> list[Tensor]:
+        module.training = training  # a model may return a loss in training alone
+        return [module(*inputs, microbatch=torch.tensor([number]))]
+
+    with pipeline.without_layers(stage):
+        # Each as if it were the only one, or a schedule in the model would go on.
+        values = [
+            answered([module], pipeline.sequence_parts(), partial(loss, *call), "whole")[0]
+            for call in enumerate(zip(*states), -3)
         ]
-        # A term that gives the hidden states no gradient shows in the loss alone.
-        off = [_norm(terms[0] + terms[1] - loss) / max(*map(_norm, (loss, *terms)), 1e-30)]
-        parts = zip(*([gradient * weight for gradient in grads] for (grads, _), weight in zip(singles, weights)))
-        least = 1e-3 * sum(_norm(gradient) ** 2 for gradient in whole) ** 0.5
-        for wanted, place, pair in zip(whole, places, parts):
-            facing = [(pair[0] + pair[1], wanted)] if place is None else zip(pair, wanted.chunk(2, place))
-            off += [_norm(added - right) / max(_norm(right), least, 1e-30) for added, right in facing]
-        return max(number if number == number else float("inf") for number in off)
+    lower = fewer_bits(module, [*values, *(state for three in states for state in three)])
+    return list(map(float, values)), torch.finfo(values[0].dtype).eps + (_LOWER if lower else _TOLERANCE)
 
 
 def _are_classes(labels: object) -> bool:
@@ -206,98 +190,9 @@ def _ignored(parts: Sequence[Mapping[str, Any]]) -> list[int]:
     return torch.stack([torch.stack(each).sum() for each in counts]).tolist() if counts[0] else []
 
 
-def _usable(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch with copies of tensors made in inference mode, which no gradient takes."""
-    return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in part.items()}
-
-
-def _few_tokens(part: dict[str, Any]) -> dict[str, Any]:
+def _few_tokens(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first tokens of a micro-batch whose tokens have labels."""
     rows, tokens = size_of(part)
     few = max(16, _TOKENS // rows)
-    labelled = any(_are_classes(part.get(name)) and part[name].shape[:2] == (rows, tokens) for name in LABELS)
-    return first_tokens(part, tokens, few, 1) if labelled and few < tokens else part
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
-
-
-class LastStage:
-    """The last stage, called by itself: without its layers, with hidden states that are drawn."""
-
-    def __init__(self, pipeline: StagesOfRank, stage: HeldStage) -> None:
-        self._pipeline, self._stage = pipeline, stage
-        self._drawn = torch.Generator().manual_seed(0)
-        exact = torch.get_float32_matmul_precision() == "highest"
-        # Something was computed with fewer bits than float32 has.
-        self.fewer_bits = not exact or any(map(_is_low, stage.module.parameters()))
-
-    def states(self, first: Mapping[str, Any], both: Mapping[str, Any]) -> tuple[list[Tensor], list[int | None]]:
-        """Draw tensors that the stage before might send for `both`; and return the dimensions to cut them along."""
-        pipeline, index = self._pipeline, self._stage.slice.index - 1
-        rows, tokens = size_of(first)
-        states, places = [], []
-        # Whole sequences, as layers give them to the loss: none of them runs.
-        tokens *= pipeline.parts.sent_by
-        sent = zip(pipeline.parts.sent(index, both, 2 * rows, tokens), pipeline.parts.sent(index, first, rows, tokens))
-        for form, half in sent:
-            states.append(torch.randn(form.shape, generator=self._drawn).to(pipeline.device, form.dtype))
-            places.append(next((dim for dim, (a, b) in enumerate(zip(form.shape, half.shape)) if a != b), None))
-        return states, places
-
-    def gradients(self, microbatch: Mapping[str, Any], states: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Compute the gradients of the loss of `microbatch` with respect to the hidden states, and the loss, 0-dim."""
-        forward = self._stage.forward
-        before = forward.microbatches, forward.shares
-        forward.microbatches, forward.shares = [microbatch], [1.0]
-        leaves = [state.detach().requires_grad_() for state in states]
-        scale = 2.0 ** min(14, leaves[0][..., 0].numel().bit_length())  # or float16 has no gradients of a mean
-        autocast = forward.call.register_forward_pre_hook(self._note_autocast)
-        try:
-            with put_back(self._stage.module):  # or a schedule in the model would go on
-                loss = self._stage.module(*leaves, microbatch=torch.tensor([0])).sum()
-            inputs = torch.autograd.grad(loss * scale, leaves, allow_unused=True) if loss.requires_grad else leaves
-        finally:
-            autocast.remove()
-            forward.microbatches, forward.shares = before
-        self.fewer_bits |= any(map(_is_low, (*leaves, loss)))
-        if not loss.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves], _whole(loss)
-        grads = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, inputs))
-        return [(grad.float() if _is_low(grad) else grad) / scale for grad in grads], _whole(loss)
-
-    def _note_autocast(self, *_: object) -> None:
-        self.fewer_bits |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Within it, the last stage is called without its layers and without dropout; afterwards it is as it was."""
-        pipeline, stage = self._pipeline, self._stage
-        modules = dict(bare_modules(stage.module))
-        training = stage.module.training
-        device = pipeline.device
-        devices = [] if device.type == "cpu" else [device]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
-            ModuleState(stage.module).restore(stack)
-            stack.enter_context(evaluating(stage.module))
-            stage.module.training = training  # a model may return a loss in training alone
-            for index in stage.slice.layers:
-                if (passing := pipeline.parts.passing(index)) is not None:
-                    stack.enter_context(answering_calls(modules[pipeline.parts.layers[index]], passing))
-            for parts in pipeline.sequence_parts():
-                stack.callback(setattr, parts, "verifying", parts.verifying)
-                parts.verifying = "whole"
-            yield
-
-
-def _whole(loss: Tensor) -> Tensor:
-    value = loss.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).double()
-
-
-def _is_low(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() < 4
+    shapes = (part[name].shape[:2] for name in LABELS if _are_classes(part.get(name)))
+    return first_tokens(part, tokens, few if few < tokens and (rows, tokens) in shapes else 0, 1)
