@@ -74,8 +74,7 @@ def check_agreement(
     else:
         options = {_CALL: f"refused ({job})"}
     layout = {name: _describe_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    if not all_have((sorted(options.items()), list(layout.items())), groups):
-        raise ValueError(_difference(gather_objects((launch.rank(), options, layout), groups)))
+    agree((dict(sorted(options.items())), layout), groups, _difference)
 
 
 def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -90,14 +89,15 @@ def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.Process
         ValueError: on every rank, naming the arguments and the ranks.
     """
     mine = {name: _describe(value, {}, contents=True) for name, value in batch.items() if value is not None}
-    if not groups or all_have(sorted(mine.items()), groups.values()):
-        return
-    differing = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
-    raise ValueError(
-        f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(differing)}. Ranks that split "
-        "sequences (cp), weights (tp) or layers (pp) work on the same whole batch: give the sampler the number of "
-        "the data-parallel rank and how many of those there are (the mesh's dp_replicate and dp_shard), not the "
-        "job's rank and world size."
+    agree(
+        dict(sorted(mine.items())),
+        groups.values(),
+        lambda everyone: ValueError(
+            f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(_differences(everyone))}. Ranks that "
+            "split sequences (cp), weights (tp) or layers (pp) work on the same whole batch: give the sampler the number "
+            "of the data-parallel rank and how many of those there are (the mesh's dp_replicate and dp_shard), not the "
+            "job's rank and world size."
+        ),
     )
 
 
@@ -152,10 +152,22 @@ def number_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
-def all_have(value: object, groups: Iterable[dist.ProcessGroup | None]) -> bool:
-    """Return whether `value`, made of builtins, is the same on all ranks along `groups`. A collective."""
-    number = torch.tensor([number_of(value)])
-    return bool((gather(number, groups) == number).all())
+def agree(
+    value: object, groups: Iterable[dist.ProcessGroup | None], error: Callable[[list[tuple[int, Any]]], Exception]
+) -> None:
+    """Raise on all ranks along `groups` where `value`, made of builtins, is not the same on all. A collective.
+
+    error: is made of each rank's number and value, which are sent only then.
+    """
+    groups = list(groups)
+    if any(differing([number_of(value)], groups)):
+        raise error(gather_objects((launch.rank(), value), groups))
+
+
+def differing(numbers: list[int], groups: Iterable[dist.ProcessGroup | None]) -> list[bool]:
+    """Return of each of `numbers`, 64 bits, whether some rank along `groups` has another one. A collective."""
+    rows = gather(torch.tensor(numbers), groups)
+    return (rows != rows[0]).any(0).tolist()
 
 
 def mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
@@ -200,39 +212,42 @@ def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> 
     return sorted(gathered, key=lambda item: item[0])
 
 
-def _difference(everyone: list[tuple[int, dict[str, str], dict[str, str]]]) -> str:
-    refused = any(_CALL in options for _, options, _ in everyone)  # which has no options to compare
-    options = _differences(everyone, lambda item: {k: v for k, v in item[1].items() if not refused or k == _CALL})
+def _difference(everyone: list[tuple[int, tuple[dict[str, str], dict[str, str]]]]) -> ValueError:
+    refused = any(_CALL in options for _, (options, _) in everyone)  # which has no options to compare
+    options = _differences(
+        [(rank, {k: v for k, v in options.items() if not refused or k == _CALL}) for rank, (options, _) in everyone]
+    )
     if options:
-        return (
+        return ValueError(
             f"Ranks were given different options: {'; '.join(options)}. Each collective needs all ranks, so they would "
             "wait for each other: give every rank the same arguments."
         )
-    tensors = _differences(everyone, lambda item: item[2])
+    tensors = _differences([(rank, layout) for rank, (_, layout) in everyone])
     if not tensors:  # the same tensors, registered in another order
-        return "Ranks have the same tensors in different orders: build the same model on every rank."
+        return ValueError("Ranks have the same tensors in different orders: build the same model on every rank.")
     more = f"; and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-    return (
+    return ValueError(
         f"Ranks have different models: {'; '.join(tensors[:3])}{more}. Build the same model on every rank; where only one "
         "has the weights, build it on the meta device everywhere and load them with nemo_like.distributed.materialize."
     )
 
 
-def _differences(everyone: list[Any], part: Callable[[Any], dict[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for item in everyone for name in part(item))
-    sentences = []
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for item in everyone:
-            ranks_of.setdefault(part(item).get(name, "absent"), []).append(item[0])
-        if len(ranks_of) > 1:
-            cut = {value: value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..." for value in ranks_of}
-            parts = [f"{cut[value]} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
-            sentences.append(f"{name} is {', '.join(parts[:-1])} and {parts[-1]}")
-    return sentences
+def _differences(everyone: list[tuple[int, dict[str, str]]]) -> list[str]:
+    names = dict.fromkeys(name for _, values in everyone for name in values)
+    words = {name: by_ranks([(rank, values.get(name, "absent")) for rank, values in everyone]) for name in names}
+    return [f"{name} is {', '.join(each[:-1])} and {each[-1]}" for name, each in words.items() if len(each) > 1]
 
 
-def ranks_in_words(ranks: list[int]) -> str:
+def by_ranks(everyone: list[tuple[int, str]]) -> list[str]:
+    """Return "this on ranks 0, 1" for each of the words that ranks have, with the first of long ones."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, words in everyone:
+        ranks_of.setdefault(words, []).append(rank)
+    cut = {words: words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..." for words in ranks_of}
+    return [f"{cut[words]} on {_ranks_in_words(ranks)}" for words, ranks in ranks_of.items()]
+
+
+def _ranks_in_words(ranks: list[int]) -> str:
     """Return "rank 3" or "ranks 0, 1"."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like._util.log import warn_once
-from nemo_like.distributed.consistency_checks import all_have, gather_objects, mesh_groups, number_of, ranks_in_words
+from nemo_like.distributed.consistency_checks import agree, by_ranks, mesh_groups, number_of
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
 from nemo_like.torch_compat import (
@@ -135,8 +135,7 @@ class LayerOrder:
             self._ask(index, event)
         else:
             with unseen():  # a collective
-                if not all_have(event, self._groups):
-                    raise _differing(gather_objects((rank(), event), self._groups))
+                agree(event, self._groups, _differing)
         if event not in place.then:
             self._places += 1
             if self._places > _MOST:
@@ -205,13 +204,9 @@ class LayerOrder:
 
 
 def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
-    events: dict[str, list[int]] = {}
-    for number, event in everyone:
-        events.setdefault(event, []).append(number)
-    differing = " and ".join(f"{words} on {ranks_in_words(numbers)}" for words, numbers in events.items())
     return RuntimeError(
-        f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "
-        "together. Run the same layers everywhere: draw the skipped layers from a generator with the same seed on "
+        f"Ranks run different layers: next is {' and '.join(by_ranks(everyone))}. FSDP2 gathers and reduces each layer on "
+        "all ranks together. Run the same layers everywhere: draw the skipped layers from a generator with the same seed on "
         "every rank, or run the layer and multiply its output by 0. Where the end of backward comes first on a rank, "
         "the input of its first layer requires no gradient there, and does on the others. Where a forward does, that "
         "rank left a backward out, or ran one more forward: decide that on all ranks together (all_reduce the condition "

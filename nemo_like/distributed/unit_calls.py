@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_name, every_module
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.consistency_checks import all_have, devices_of, wire_device
+from nemo_like.distributed.consistency_checks import agree, devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
@@ -240,13 +240,16 @@ class UnitCalls:
                 self._refuse(written[0])
             if not self._writes:
                 return
-            if not all_have(new, self._groups):
-                raise RuntimeError(
+            agree(
+                new,
+                self._groups,
+                lambda _: RuntimeError(
                     f"The forward of {self._name or 'the model'} wrote other values into its parameters on each rank"
                     f"{f' ({self._full(written[0])} here)' if written else ''}, so the shards do not fit together. Write "
                     "the same values everywhere (torch.distributed.all_reduce averages the statistics that they are "
                     "computed from), or make the parameter a buffer."
-                )
+                ),
+            )
             for place in written:
                 place.write_back()
 

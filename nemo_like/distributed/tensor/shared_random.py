@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like._util.log import warn_once
 from nemo_like._util.plain import inside
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.consistency_checks import gather, mesh_groups, number_of, wire_device
+from nemo_like.distributed.consistency_checks import differing, gather, mesh_groups, number_of, wire_device
 from nemo_like.torch_compat import is_fake, unseen
 
 
@@ -125,10 +126,8 @@ class SharedRandom:
 
     def _differing(self, states: Mapping[str, Any]) -> list[str]:
         """The names of states that are not the same on all ranks; alike on every rank. A collective, but for no states."""
-        if not states:
-            return []
-        rows = gather(torch.tensor([number_of(state) for state in states.values()]), mesh_groups(self._mesh))
-        return [name for name, other in zip(states, (rows != rows[0]).any(0).tolist()) if other]
+        others = differing(list(map(number_of, states.values())), mesh_groups(self._mesh)) if states else []
+        return list(compress(states, others))
 
 
 def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:

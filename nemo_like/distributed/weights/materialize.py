@@ -16,6 +16,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
+from nemo_like.distributed.consistency_checks import together
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
@@ -138,22 +139,14 @@ def materialize(
     return model
 
 
-def _on_every_rank(action: Callable[[], T], together: bool) -> T:
+def _on_every_rank(action: Callable[[], T], sharded: bool) -> T:
     """Return the result of `action`; where it raises on any rank, raise on all, so that none waits for the others."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as caught:  # noqa: BLE001  (raised again below, on every rank)
-        error = caught
-    if together and dist.is_initialized():
-        messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-        failed = [(rank, message) for rank, message in enumerate(messages) if message]
-        if error is None and failed:
-            raise CheckpointUnreadableError(f"materialize failed on rank {failed[0][0]}: {failed[0][1]}")
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+
+    def elsewhere(rank: int, kind: str, words: str) -> Exception:
+        return CheckpointUnreadableError(f"materialize failed on rank {rank}: {kind}: {words}")
+
+    with together([None] if sharded and dist.is_initialized() else [], elsewhere):
+        return action()
 
 
 def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
@@ -401,10 +394,10 @@ def _refuse_wrong(slot: Slot, value: Tensor) -> None:
 
 
 @contextmanager
-def _seeded(seed: int | None, together: bool) -> Iterator[None]:
+def _seeded(seed: int | None, sharded: bool) -> Iterator[None]:
     """The same random numbers on every rank inside, and the generators as they were afterwards."""
     drawn = [int(torch.randint(2**62, ())) if seed is None else seed]
-    if together and dist.is_initialized():
+    if sharded and dist.is_initialized():
         dist.broadcast_object_list(drawn, src=0)
     before = rng_state()
     try:

@@ -7,6 +7,7 @@ optimizer's group; and those that were frozen when the model was made ready, and
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare_name
-from nemo_like.distributed.consistency_checks import gather, mesh_groups, wire_device
+from nemo_like.distributed.consistency_checks import differing, mesh_groups, wire_device
 
 _Reference = weakref.ref[nn.Parameter]
 # By id, the names of replaced parameters; empty again once none of them is referenced.
@@ -165,9 +166,8 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
     if not tensors:
         return False
     groups = mesh_groups(mesh)
-    mine = torch.tensor([int(checksum(tensor)) for _, tensor in tensors])  # (tensors,) int64
-    differs = (gather(mine, groups) != _of_first(mine, groups, torch.device("cpu")).cpu()).any(0).tolist()
-    chosen = [pair for pair, other in zip(tensors, differs, strict=True) if other]
+    others = differing([int(checksum(tensor)) for _, tensor in tensors], groups)
+    chosen = list(compress(tensors, others))
     if not chosen:
         return False
     first = int(mesh.mesh.flatten()[0])
