@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops, _enable_custom_loss_ops
 from torch.fx import GraphModule
 
+from nemo_like._util.code import callers
+
 # --- Documented for users, though the module is underscored: aliases. ---------------------------------------------
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # isort: skip
 from torch.utils import _python_dispatch  # isort: skip
@@ -896,12 +898,11 @@ def call_is_inside_of(module: nn.Module) -> bool:
 
     The stack tells, since a call that ended with an error leaves nothing else behind.
     """
-    frame, calls = sys._getframe(1), 0
-    while frame is not None:
+    calls = 0
+    for frame in callers():
         registered = frame.f_code.co_name == "wrapped_method"  # of torch.distributed.fsdp.register_fsdp_forward_method
         if (frame.f_code is _CALL or registered) and frame.f_locals.get("self") is module:
             calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
     return calls > 1
 
 

@@ -4,10 +4,11 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from types import CodeType
 from typing import Any
 
 from torch import nn
+
+from nemo_like._util.code import names_in
 
 _SharedNames = tuple[tuple[Mapping[str, Any], str], ...]
 _CHANGEABLE = frozenset({list, dict, set, deque, defaultdict, Counter, OrderedDict})
@@ -29,7 +30,7 @@ def _containers_named_by(kind: type) -> _SharedNames:
         seen = set(waiting)
         while waiting:
             function = waiting.pop()
-            for name in _names_in(function.__code__):
+            for name in names_in(function.__code__):
                 value = function.__globals__.get(name)
                 if type(value) in _CHANGEABLE and not name.startswith("__"):
                     containers.append((function.__globals__, name))
@@ -38,12 +39,6 @@ def _containers_named_by(kind: type) -> _SharedNames:
                     seen.add(value)
         _known[kind] = tuple({(id(known), name): (known, name) for known, name in containers}.values())
     return _known[kind]
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in `code`, functions inside of it included."""
-    inner: Iterable[set[str]] = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 def named_containers(kinds: Iterable[type[nn.Module]]) -> list[Any]:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
-from types import CellType, CodeType, ModuleType
+from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.code import names_in
 from nemo_like._util.module_tree import bare_name, every_module
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
@@ -296,10 +297,7 @@ def _names_data(modules: Iterable[nn.Module]) -> bool:
         if code is None or code in seen or str(function.__module__).partition(".")[0] in others:
             continue
         seen.add(code)
-        codes = [code]
-        for each in codes:
-            codes += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
-        called = set(chain.from_iterable(each.co_names for each in codes))
+        called = names_in(function)
         if "data" in called:
             return True
         known = getattr(function, "__globals__", {})

@@ -7,7 +7,6 @@ operator is then in the cache when the next one reads it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_like._util.code import names_in
 from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import on_accelerator
 from nemo_like.torch_compat import is_fake
@@ -129,8 +129,8 @@ def predicts_next_token(model: nn.Module) -> bool:
     inner = base_model(model)
     if getattr(getattr(inner, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
         return False
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
+    forwards = [vars(kind)["forward"] for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in names_in(forward) for forward in forwards)
 
 
 # Cross entropy with label smoothing and z-loss of the logits of one chunk, and its gradient.

@@ -14,16 +14,17 @@ captured, and where ``preserve_rng_state=False`` requires other random numbers i
 ``1``.
 """
 
-import inspect
 import linecache
 import math
 import os
-from types import CodeType, FrameType
+from itertools import dropwhile
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_like._util.code import callers
 from nemo_like._util.tensor_summary import summary
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.random_state import learned_of
@@ -139,15 +140,13 @@ _OURS, _TORCHS = os.path.dirname(__file__), os.path.dirname(torch.__file__) + os
 def _lines() -> list[tuple[CodeType, int]]:
     """The line that calls the operator that autograd saves a tensor for, and the first one on the way to it outside of
     torch."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and os.path.dirname(frame.f_code.co_filename) == _OURS:
-        frame = frame.f_back
     lines: list[tuple[CodeType, int]] = []
-    while frame is not None:
+    for frame in dropwhile(lambda frame: os.path.dirname(frame.f_code.co_filename) == _OURS, callers()):
         inside = frame.f_code.co_filename.startswith(_TORCHS)
         if not lines or not inside:
             lines.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back if inside else None
+        if not inside:
+            break
     return lines
 
 

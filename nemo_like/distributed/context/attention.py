@@ -9,7 +9,6 @@ Masks come first: of a part's queries (rows) over the keys of the whole sequence
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like._util.code import names_in
 from nemo_like.distributed.context.parts import (
     CURRENT,
     Attention,
@@ -201,8 +201,7 @@ def attention_of(config: object) -> str | None:
 
 def uses_interface(module: nn.Module) -> bool:
     """Return whether the forward of `module` looks its attention up in transformers' interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and ATTENTION_LOOKUP in code.co_names
+    return ATTENTION_LOOKUP in names_in(type(module).forward)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from nemo_like._util.code import names_in
 from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like.distributed.context.attention import attention_of, uses_interface
 from nemo_like.distributed.context.parts import CutStack
@@ -122,10 +123,9 @@ def reads_the_longest(module: nn.Module) -> bool:
     return rope_follows_length(module) or not {"max", "amax"}.isdisjoint(_names(module))
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
+def _names(module: nn.Module) -> frozenset[str]:
     """Return the names of functions and attributes in the forward of `module`."""
-    code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+    return names_in(class_of(module).forward)
 
 
 def _counts_along(stack: CutStack, name: str, module: nn.Module) -> bool:

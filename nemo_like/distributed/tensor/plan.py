@@ -2,7 +2,6 @@
 nothing."""
 
 import copy
-import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn.utils import parametrize
 
+from nemo_like._util.code import names_in
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
@@ -412,8 +412,7 @@ def own_outputs(model: nn.Module, modules: Collection[nn.Module]) -> None:
     """
     chosen = {id(module): module for module in modules}
     for around in model.modules():
-        code = getattr(inspect.unwrap(type(around).forward), "__code__", None)
-        if code is None or not _IN_PLACE & set(code.co_names) or id(around) in chosen:
+        if id(around) in chosen or not _IN_PLACE & names_in(type(around).forward):
             continue
         for module in around.modules():
             if chosen.pop(id(module), None) is not None:

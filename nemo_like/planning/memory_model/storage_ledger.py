@@ -5,7 +5,6 @@ That code may run a model with fewer of its repeated layers: the levels of a ste
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from nemo_like._util.code import callers
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.trace.kinds import BlockKind
@@ -278,16 +278,14 @@ class StorageLedger(TracedBytes):
 
 def _part_of_fsdp() -> str:
     """Return the part that FSDP2 allocates for, where its own code runs; empty: it does not run."""
-    frame = inspect.currentframe()
     inside = False
-    while frame is not None:
+    for frame in callers():
         if frame.f_globals.get("__name__", "").startswith(_FSDP):
             inside = True
             if "reduce" in frame.f_code.co_name:
                 return GRADIENTS
         elif inside:
             return GATHERED
-        frame = frame.f_back
     return GATHERED if inside else ""
 
 

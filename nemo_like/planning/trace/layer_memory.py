@@ -6,16 +6,17 @@ their algorithms by the device.
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_like._util.code import callers
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
@@ -107,7 +108,7 @@ class SumsInPlace(TorchDispatchMode):
         in_place = _IN_PLACE.get(func)
         if is_wrapped(types):
             in_place = None  # into a tensor made of others (DTensor) autograd adds nothing
-        if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
+        if in_place is not None and self.counts is not None and _by_the_engine():
             into = args[0]
             # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those
             # of a tensor that rows were put into.
@@ -117,9 +118,9 @@ class SumsInPlace(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _by_the_engine(frame: Any) -> bool:
-    """Return whether the engine called the function that `frame` belongs to."""
-    caller = None if frame is None else frame.f_back
+def _by_the_engine() -> bool:
+    """Return whether the engine called the function that calls this."""
+    caller = next(islice(callers(), 2, None), None)
     return caller is not None and not torch.is_grad_enabled() and caller.f_globals.get("__name__") == _ENGINE
 
 
@@ -150,7 +151,7 @@ class _CountHolders(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is _ADD and _by_the_engine(inspect.currentframe()):
+        if func is _ADD and _by_the_engine():
             into = args[0]  # a name of its own counts, too, as in `SumsInPlace`
             self.counts = _holders(into)
         return func(*args, **(kwargs or {}))
