@@ -294,6 +294,9 @@ class AttentionHooks:
         """The forward pre-hook."""
         self._before.append(F.scaled_dot_product_attention)
         if not self._parts.idle:
+            # In torch's module, for all threads. A function mode would be this thread's alone, and Dynamo (torch 2.13)
+            # leaves it out of compiled layers with ac="selective", so that their gradients are wrong without a word; with
+            # ac="full" it breaks their graphs.
             F.scaled_dot_product_attention = self._attend
 
     def after(self, module: nn.Module, args: object, output: object) -> None:

@@ -104,6 +104,8 @@ class RootHooks:
                 "by keyword."
             )
         if self._open[-1] is not None:
+            # In torch's module, for all threads. A function mode would be this thread's alone, and active for every
+            # function of all layers, whose compiled graphs it breaks, and again for their recomputation.
             F.cross_entropy = self._open[-1].cross_entropy
         return ((), arguments | replaced) if replaced else None
 
