@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.field_docs import described
+from nemo_like._util.forwards import sentences
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
 from nemo_like._util.module_tree import bare, bare_modules, check_model
 from nemo_like._util.words import parse_dtype
@@ -148,6 +149,7 @@ def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Mo
         check_head(model)
     _, specs = resolve(model, job, layers_found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
+    _log_steps(model)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
 
@@ -375,8 +377,11 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         fuse_collectives_into_matmuls(ranks["tp"].get_group())
     if job.compile is not None:
         compile_layers(model, job.compile, [layer.module for layer in find_layers(model, names)])
+    _log_steps(model)
     if ranks is not None:
         _shard(model, job, ranks, names, experts, expert_mesh)
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        say_once(f"FSDP2: {units} units on {ranks.size()} ranks")
     else:
         model = _replicate(model, mesh, job, place)
     watch_replaced(before, model)
@@ -532,6 +537,11 @@ def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, 
     setattr(model, _MARK, True)
     guard_shards(model)
     return model
+
+
+def _log_steps(model: nn.Module) -> None:
+    for sentence in sentences(model):
+        say_once(sentence)
 
 
 def is_parallelized(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import inspect
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, MethodType
@@ -43,6 +44,8 @@ class Forward:
     place: ClassVar[Place] = Place.CALL
     word: str = ""
     """Shown in parentheses when the chain is printed."""
+    does: str = ""
+    """Behind `word` in the log."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -142,6 +145,17 @@ def is_compiled(module: nn.Module) -> bool:
     return any(
         step.place in (Place.COMPILED_WITH_REGION, Place.COMPILED) for step in _chain(vars(module).get("forward"))
     )
+
+
+def sentences(model: nn.Module) -> list[str]:
+    """Return the objects around forwards of `model`, with counts: ``"full checkpointing on 32 LlamaDecoderLayer"``."""
+    counts = Counter(
+        (f"{step.word} {step.does}".strip(), type(module).__name__)
+        for module in model.modules()
+        for step in _chain(vars(module).get("forward"))
+        if step.word
+    )
+    return [f"{text} on {count} {kind}" for (text, kind), count in counts.items()]
 
 
 def _chain(forward: object) -> Iterator[Forward]:

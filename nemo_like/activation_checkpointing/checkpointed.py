@@ -28,7 +28,7 @@ recompute tags."""
 class Checkpointed(Forward):
     """A module whose activations are recomputed in backward. Names, classes and hooks of the module stay as they are."""
 
-    place = Place.REGION
+    place, does = Place.REGION, "checkpointing"
 
     def __init__(
         self,

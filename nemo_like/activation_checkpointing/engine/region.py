@@ -1,4 +1,26 @@
-"""One region call: the handles that autograd saves in place of its tensors, and the recomputation."""
+"""One region call: the handles that autograd saves in place of its tensors, and the recomputation.
+
+Rules; code that follows one names its number.
+
+1. Owners. Autograd owns the handles, and its hooks own the region; a region refers to its handles weakly, and no handle to
+   its region. So all of it goes when the graph goes, without a reference cycle.
+2. Order. The n-th tensor that autograd saves in recomputation takes the place of the n-th of forward. Shape, dtype and
+   version must agree, and so must the number and order of tracked operators; else `RegionError`, before a number is used.
+3. Freeing. A handle has its tensor from the recomputation to the backward node that takes it. Outputs that the policy saved
+   are handed out once, in order; only ``retain_graph=True`` keeps them, and each further backward recomputes again.
+4. Early stop. Recomputation ends at the last tensor with a live handle, so operators after it never run again. It goes on
+   while a collective that it started waits, and where an operator writes a tensor that it saved.
+5. Versions. An input or a saved output that is written after forward raises. One that forward itself writes is copied before
+   the write, and so are tensors that the region saved in that memory.
+6. SKIP gives recomputation a placeholder without numbers; whatever computes with it is skipped as well, and backward, a
+   random operator, a collective or a write that needs it raises. HOST waits in CPU memory until the recomputation.
+7. Nesting. A region in a region saves handles of the outer one; a backward inside a region takes tensors of the
+   recomputation's own graph, which holds numbers in place of tensors.
+8. Hooks. Those of the module run outside of the region. Inside, one that only looks is not called again (`hooks`).
+9. State. Random numbers, autocast, context variables, switches and the module's own state are those of forward
+   (`global_state`, `module_state`); other state raises by name.
+10. Errors. An error in forward or recomputation drops all that is saved: a backward after that raises.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +76,7 @@ class _Stop(Exception):
 
 
 class Region:
-    """One call: its inputs, the handles that autograd keeps, and the outputs that the policy saved.
-
-    Handles are referenced weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
-    region. So everything goes when the graph goes, without a reference cycle.
+    """One call: its inputs, the handles that autograd keeps (rule 1), and the outputs that the policy saved.
 
     Functions that autograd calls are left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under
     Dynamo's eye, which would compile them. So is `forward`: backward runs without Dynamo, and recomputation must run as
@@ -119,7 +138,7 @@ class Region:
             self.drop()
             raise
         self.inputs.forward_done()
-        # Recomputation gets copies of such things, whose versions begin again.
+        # Rule 5: recomputation gets copies of such things, whose versions begin again.
         self.watch_versions = not (self.surroundings.forward_done() or self.inputs.changed or self.keeps_on_host())
         if self.kept:
             self.drop_unreachable()
@@ -137,10 +156,7 @@ class Region:
         return handle
 
     def drop_unreachable(self) -> None:
-        """At the end of forward: drop outputs that no recomputation can reach, and cut the rest from the graph.
-
-        Recomputation stops where autograd packed its last tensor, so a call that ran after it is never recomputed.
-        """
+        """At the end of forward: drop outputs that no recomputation can reach (rule 4), and cut the rest from the graph."""
         kept, packs = self.kept, len(self.handles)
         if self.early_stop:
             while kept and kept[-1].packs_before == packs:
@@ -282,7 +298,7 @@ class Region:
             self.check_count(mode)
 
     def check_count(self, mode: ReplayMode) -> None:
-        """Before anything is used: as many tracked calls must have been recomputed as forward had made by then."""
+        """Rule 2: as many tracked calls must have been recomputed as forward had made by then."""
         if not self.early_stop or self.position <= self.last:
             return
         expected = len([entry for entry in self.kept if entry.packs_before <= self.last])
@@ -302,7 +318,7 @@ class Region:
                     self.transfer.prefetch(item.handle)
         for entry in self.kept:
             value = entry.value
-            # The list hands it out once. After a recomputation that fails, a second try can't run a pinned operator again.
+            # Rule 3. After a recomputation that fails, a second try can't run a pinned operator again.
             stays = keep or (skips and facts(entry.op).pinned)
             if entry.decision is SAVE:
                 if versions(entry.value) != entry.version:
@@ -323,8 +339,7 @@ class Region:
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
-        # Recomputation's own graph keeps a number, good for a backward inside the region. Not the tensor: for an
-        # operator that saves its own result (exp), that graph would hold itself for ever.
+        # Rule 7: a number, and not the tensor, as the graph of an operator that saves its result (exp) would hold itself.
         self.lent.append(tensor)
         if index > self.last:
             if self.early_stop:
@@ -352,9 +367,7 @@ class Region:
         return index
 
     def stop_unless_waited_for(self) -> None:
-        """End the recomputation, unless a collective that it started has not been waited for, or the operator that
-        saves has yet to write the tensor it saves: the recomputation goes on to the next tensor that autograd saves, or
-        to the region's end.
+        """End the recomputation (rule 4), or go on to the next tensor that autograd saves, or to the region's end.
 
         A collective that is never waited for keeps its buffers for ever, and memory would grow with every step
         (torchtitan#1467).
