@@ -28,7 +28,6 @@ from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.option_fields import Options
 from nemo_like.activation_checkpointing import (
-    CheckpointWrapper,
     SelectivePolicy,
     is_checkpointed,
 )
@@ -184,8 +183,8 @@ def test_config_objects_and_policies_are_modes_too() -> None:
                               preserve_rng_state=False, profile_before_apply=False)  # fmt: skip
     model = parallelize(PlainDecoder(), "single", config)
     assert set(model.blocks[0].forward.policy.tracked_ops()) == {torch.ops.aten.addmm.default}
-    assert model.blocks[0].preserve_rng_state is False
-    assert not isinstance(parallelize(PlainDecoder(), "single", CheckpointConfig()).blocks[0], CheckpointWrapper)
+    assert model.blocks[0].forward.preserve_rng_state is False
+    assert not is_checkpointed(parallelize(PlainDecoder(), "single", CheckpointConfig()).blocks[0])
 
 
 def test_a_users_own_policy_function_is_a_mode() -> None:

@@ -29,7 +29,7 @@ class Block(nn.Module):
     """Changes itself in forward in every way that Python has."""
 
     in_place = True
-    """Changes a tensor in a container, an array and generators of its own, which a checkpointed layer may not."""
+    """Changes containers, an array and generators of its own, which a checkpointed layer may not."""
 
     def __init__(self, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.seen.append(self.calls)
         self.plain += 1
         if self.in_place:
+            self.seen.append(self.calls)
+            self.table["a"][1].append(2)
             self.table["a"][0].add_(1)
             self.array += 1
-            self.python.random(), self.numpy.random()
-        self.table["a"][1].append(2)
+            self.python.random(), self.numpy.random(), random.random(), np.random.random()
         torch.rand(1, generator=self.generator)
         next(self.words)
-        random.random(), np.random.random(), torch.rand(1)
+        torch.rand(1)
         return x + self.norm(self.inner(x).flatten(0, 1)).view_as(x)
 
 

@@ -101,7 +101,7 @@ ROUTING = {  # who sends how many tokens to whom: one wait a layer; the numbers 
     "nemo_like.distributed.expert.exchange.Exchange.send",
 }
 RANDOM = {  # states of generators, of the hosts
-    "nemo_like.distributed.tensor.shared_random.SharedRandom._differing",
+    "nemo_like.distributed.consistency_checks.differing",
     "nemo_like.distributed.consistency_checks.gather: cpu",
 }
 # What the host itself has made, or was given: no device is waited for.

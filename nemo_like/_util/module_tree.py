@@ -93,14 +93,6 @@ def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Mod
         stack.extend((join(name, key), child) for key, child in reversed(list(bare_children(current))))
 
 
-def every_module(module: nn.Module) -> dict[nn.Module, str]:
-    """Return each registered module with its name in the original model, in registration order.
-
-    A wrapper and the module inside it have one name.
-    """
-    return {inner: bare_name(name) for name, inner in module.named_modules()}
-
-
 def join(prefix: str, name: str) -> str:
     """``"a.b"`` from ``"a"`` and ``"b"``; ``"b"`` where the prefix is empty."""
     return f"{prefix}.{name}" if prefix else name

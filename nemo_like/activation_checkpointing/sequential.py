@@ -23,7 +23,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.checkpointed import Checkpointed
-from nemo_like.activation_checkpointing.engine.containers import map_leaves
+from nemo_like.activation_checkpointing.engine.containers import map_leaves, refill
 from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import modules_in
@@ -128,7 +128,7 @@ class _Call:
     def keep_containers(self, stack: contextlib.ExitStack) -> None:
         """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
         for container in named_containers(map(type, modules_in(self.module))):
-            stack.callback(_refill, container, copy.copy(container))
+            stack.callback(refill, container, copy.copy(container))
 
 
 class _CallsAgain:
@@ -213,6 +213,8 @@ class _SegmentRegion(Region):
             self.drop()
             self.complete = True
             raise
+        if self.verification is not None:
+            self.verification.forward_done()
         call.packs = len(self.handles)
         copied = call.surroundings.forward_done()
         # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
@@ -253,11 +255,6 @@ class _SegmentRegion(Region):
         """Return which output of the region `tensor` is; None if it is not one, or was changed in place since."""
         reference, version, mark = self._outputs.get(id(tensor), (None, None, None))
         return mark if reference is not None and reference() is tensor and version == tensor._version else None
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict | set) else container.extend)(contents)
 
 
 def _map(function: Callable[[Any], Any], value: object, kind: type = Tensor) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.code import names_in
-from nemo_like._util.module_tree import bare_name, every_module
+from nemo_like._util.module_tree import bare_name
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.consistency_checks import agree, devices_of, wire_device
@@ -161,7 +161,7 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
                         "averaged over ranks. Put it into the model before parallelize()."
                     )
         # The layer inside a checkpoint wrapper has children of its own, which `modules` does not visit.
-        tables[:] = [table for holder in every_module(module) for table in (holder._parameters, holder._modules)]
+        tables[:] = [table for holder in module.modules() for table in (holder._parameters, holder._modules)]
         if len(accepted) > 16:
             accepted.clear()
         accepted.add(hash(tuple(map(id, chain.from_iterable(map(dict.values, tables))))))
@@ -184,7 +184,7 @@ class UnitCalls:
         self._versions: list[int] = []
         self._contents: list[Tensor] = []
         self._calls, self._writes = 0, False
-        self._modules = [module for module in every_module(unit) if not isinstance(module, FSDPModule)]
+        self._modules = [module for module in unit.modules() if not isinstance(module, FSDPModule)]
         self._reached: set[nn.Module] = set()
         around_each_call(unit, self._before, self._gathered, self._after)
 
@@ -219,7 +219,7 @@ class UnitCalls:
         self._versions = content_versions(self._registered)
         self._calls += 1
         if self._calls == 1:
-            self._writes = _names_data(every_module(self._unit))
+            self._writes = _names_data(self._unit.modules())
             for place in self._places:
                 put_marks(place.gathered, vars(place.param.sharded_param))
                 # Registered in forward, and still where a KeyboardInterrupt has ended that.
@@ -271,13 +271,14 @@ class UnitCalls:
         )
 
     def _full(self, place: FsdpPlace) -> str:
-        inner = next((name for module, name in every_module(self._unit).items() if module is place.module), "")
+        inner = next((name for name, module in self._unit.named_modules() if module is place.module), "")
         return bare_name(".".join(filter(None, (self._name, inner, place.name))))
 
 
 def _names_data(modules: Iterable[nn.Module]) -> bool:
     """Return whether a forward or hook of `modules`, or a method or function that these call, names ``.data``."""
-    kinds = {type(module) for module in modules}
+    modules = list(modules)
+    kinds = set(map(type, modules))
     waiting: list[Any] = [kind.forward for kind in kinds]
     for module in modules:
         waiting += [module.forward, *module._forward_pre_hooks.values(), *forward_hooks(module)]
@@ -325,7 +326,7 @@ class _Kept:
     def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
         self._unit, self._hooked = unit, hooked
         self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
-        self._kinds = set(map(type, every_module(unit)))
+        self._kinds = set(map(type, unit.modules()))
 
     def __call__(self) -> None:
         if not torch.is_grad_enabled():
@@ -334,7 +335,7 @@ class _Kept:
             self._calls += 1
             self._places = [
                 (vars(module), name)
-                for module in every_module(self._unit)
+                for module in self._unit.modules()
                 for name, value in vars(module).items()
                 if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value))
             ]

@@ -181,7 +181,7 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
     assert_bitwise(after, _reference(tmp_path, bf16=True))
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
     plan = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu", precision="bf16")
-    policies = [module.policy for module in trainer.model.modules() if is_checkpointed(module)]
+    policies = [module.forward.policy for module in trainer.model.modules() if is_checkpointed(module)]
     assert policies == [each for each in plan.policies().values() if each is not None]
 
 
@@ -300,7 +300,7 @@ def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
     def policies(folder: str, **settings: Any) -> list[Any]:
         AcceleratorState._reset_state()
         trainer = _made(tmp_path / folder, ac="60%", **settings)
-        return [module.policy for module in trainer.model.modules() if is_checkpointed(module)]
+        return [module.forward.policy for module in trainer.model.modules() if is_checkpointed(module)]
 
     float32, bf16 = policies("float32"), policies("bf16", bf16=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # what `accelerate launch` makes of mixed_precision: bf16

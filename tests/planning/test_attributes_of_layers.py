@@ -106,17 +106,6 @@ class _Memory(_Block):
         return super().forward(x)
 
 
-class _MemoryInList(_Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux: Any = [torch.zeros(4, 1)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.aux[0]
-        self.aux[0] = x.mean(1).detach()[:, None]
-        return super().forward(x)
-
-
 class _Styled(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.style)
@@ -176,7 +165,7 @@ def _grads(kind: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-_KINDS = (_Block, _Aux, _AuxInside, _Pair, _NewList, _Sum, _Buffer, _Memory, _MemoryInList, _Styled, _Context)
+_KINDS = (_Block, _Aux, _AuxInside, _Pair, _NewList, _Sum, _Buffer, _Memory, _Styled, _Context)
 
 
 @pytest.mark.parametrize("ac", ["70%", "45%"])

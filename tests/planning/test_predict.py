@@ -357,7 +357,7 @@ def _report(job: Job) -> PlanReport:
 def _regions(model: nn.Module) -> dict[str, Any]:
     """What each checkpointed layer keeps."""
     return {
-        name: getattr(module.policy, "decisions", type(module.policy).__name__)
+        name: getattr(module.forward.policy, "decisions", type(module.forward.policy).__name__)
         for name, module in bare_modules(model)
         if is_checkpointed(module)
     }

@@ -7,7 +7,7 @@ import torch
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.torch_compat import ActivationWrapper
+from nemo_like.activation_checkpointing import is_checkpointed
 from tests.allocator_events import AllocatorEvents, cpu_events
 from tests.models.decoders import batch, build
 
@@ -51,7 +51,7 @@ def test_what_a_model_holds_is_what_the_allocator_gave_out(ac: str) -> None:
     held.clear()
     with LiveBytes() as counter:
         forward()
-    regions = sum(isinstance(module, ActivationWrapper) for module in model.modules())
+    regions = sum(map(is_checkpointed, model.modules()))
     states = regions * torch.get_rng_state().nbytes  # which the engine keeps, and no operator makes
     assert counter.live + states == events[-1] > 0
 

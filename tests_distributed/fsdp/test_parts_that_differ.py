@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from nemo_like import DDP, parallelize
-from nemo_like._util.module_tree import every_module
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.unit_calls import _names_data
 from nemo_like.distributed.weights.materialize import materialize
@@ -464,7 +463,7 @@ def test_a_write_through_data_leaves_the_bits_of_other_weights_in_32_bits(rank: 
 )
 def test_only_layers_that_name_data_are_compared_at_each_call(build: Callable[[], nn.Module], compared: bool) -> None:
     """The comparison waits for the device; PEFT's forward names ``.data``, but only to take a merged adapter out again."""
-    assert {_names_data(every_module(layer.module)) for layer in find_layers(build())} == {compared}
+    assert {_names_data(layer.module.modules()) for layer in find_layers(build())} == {compared}
 
 
 class Clamp:

@@ -61,3 +61,9 @@ def _mapped(function: Callable[[Any], Any], value: Any, seen: dict[int, Any]) ->
         if hasattr(value, name):
             object.__setattr__(new, name, _mapped(function, getattr(value, name), seen))
     return new
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, dict, set or queue these contents."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(contents)

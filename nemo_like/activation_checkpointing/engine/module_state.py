@@ -58,7 +58,7 @@ _AGAIN = {"_flat_weights", "_flat_weight_refs"}
 class ModuleState:
     """The modules of a region as its forward finds them."""
 
-    __slots__ = ("_flags", "_held", "_names", "_signs", "_tensors", "_values", "_versions", "walk")
+    __slots__ = ("_flags", "_held", "_names", "_signs", "_tensors", "_there", "_values", "_versions", "walk")
 
     def __init__(self, module: nn.Module) -> None:
         self.walk = walk = walk_of(module)
@@ -68,6 +68,7 @@ class ModuleState:
         self._flags = list(map(_requires_grad, self._tensors.parameters))
         # Containers of plain values: one that is exchanged is restored, and one that is changed in place has a sign.
         self._held = {(n, name): v for n, name in self._others() if _is_of_plain(v := walk.owns[n][name])}
+        self._there = {(n, name): walk.owns[n][name] for n, name in self._others()}  # for as long as forward runs
         self._signs = self._look()
         self._versions: list[int] = []
 
@@ -94,6 +95,11 @@ class ModuleState:
         owns = self.walk.owns
         return registered + [(owns[n], name) for n, name in self._others() if type(owns[n][name]) is Tensor]
 
+    def containers(self) -> list[Any]:
+        """Return the lists, dicts, sets and queues among the attributes."""
+        values = (self.walk.owns[number][name] for number, name in self._others())
+        return [value for value in values if isinstance(value, list | dict | set | deque)]
+
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'.
 
@@ -101,13 +107,24 @@ class ModuleState:
             RegionError: something that is not restored was changed, and earlier forwards had left it alone.
         """
         self._versions = list(map(_version, self._tensors.counted))
-        if self._signs:
-            before, self._signs = self._signs, self._look()
-            changed = {key for key, sign in self._signs.items() if sign != before.get(key)}
+        before, self._signs = self._signs, self._look()
+        there, self._there = self._there, {}
+        if there:
+            # In place: an attribute that forward sets anew is that of forward again after the recomputation.
+            changed = {
+                key
+                for key, sign in self._signs.items()
+                if self.walk.owns[key[0]][key[1]] is there.get(key) and sign != before.get(key)
+            }
             known = self.walk.changing
             self.walk.changing = changed if known is None else known
             if known is not None and not changed <= known:
                 raise RegionError(self._sentence(min(changed - known), "inside a checkpointed region"))
+
+    def changed_in_forward(self) -> str:
+        """Return a sentence about attributes that are not restored and that forward itself changes, or nothing."""
+        names = [f"{name!r} of a {self.walk.kinds[number]}" for number, name in sorted(self.walk.changing or ())]
+        return f"Forward changes {', '.join(names)}, which recomputation finds changed.\n" if names else ""
 
     def check(self, region: str, restored: Callable[[Own, str], bool]) -> None:
         """Raise RegionError for state that was changed since forward, and is not restored, by this or by `restored`."""

@@ -4,6 +4,8 @@ torch's own generators are looked at in every forward (`global_state`). A `torch
 noted before it draws. Generators of Python and NumPy are not restored: verification of the first step compares the numbers.
 """
 
+import random
+import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -60,3 +62,13 @@ class Generators(dict[int, tuple[torch.Generator, torch.Tensor]]):
             for generator, state in self.values():
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
+
+
+def host_states() -> list[Any]:
+    """Return the states of the generators of Python and NumPy, as things to compare."""
+    states: list[Any] = [random.getstate()]
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if hasattr(numpy_random, "get_state"):  # while NumPy is being imported its module is there, and not yet whole
+        numbers = numpy_random.get_state(legacy=False)["state"].items()
+        states.append([value.tobytes() if hasattr(value, "tobytes") else value for _, value in numbers])
+    return states

@@ -49,6 +49,7 @@ from nemo_like.activation_checkpointing.engine.handles import (
 from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import PLAIN_TENSORS
+from nemo_like.activation_checkpointing.engine.random_state import host_states
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
@@ -137,6 +138,8 @@ class Region:
         except BaseException:
             self.drop()
             raise
+        if self.verification is not None:
+            self.verification.forward_done()
         self.inputs.forward_done()
         # Rule 5: recomputation gets copies of such things, whose versions begin again.
         self.watch_versions = not (self.surroundings.forward_done() or self.inputs.changed or self.keeps_on_host())
@@ -225,6 +228,7 @@ class Region:
         self.last = max(index for index, reference in enumerate(self.handles) if reference() is not None)
         self.unwaited = torch_compat.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
+        host = host_states() if self.verification is not None else []
         outer = self.forward_mode
         if outer is not None:
             outer.paused = True
@@ -244,7 +248,8 @@ class Region:
             for entry in () if keep else self.kept:
                 entry.value = None
             if self.verification is not None:
-                self.verification.compare()
+                self.verification.compare_host(host)
+                self.verification.compare(self.surroundings.changed_in_forward())
                 self.check_again()
         except BaseException as error:
             self.drop()

@@ -27,7 +27,7 @@ from torch import Tensor
 from nemo_like._util.code import callers
 from nemo_like._util.tensor_summary import summary
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.engine.random_state import learned_of
+from nemo_like.activation_checkpointing.engine.random_state import host_states, learned_of
 from nemo_like.torch_compat import is_fake, unseen
 
 VARIABLE = "NEMO_LIKE_VERIFY"
@@ -55,7 +55,7 @@ _ROUNDING = 1e-5
 class Verification:
     """The summaries of one call of a region."""
 
-    __slots__ = ("_calls", "_forward", "_name", "_rebuilt", "_tolerance")
+    __slots__ = ("_calls", "_drew", "_forward", "_host", "_name", "_rebuilt", "_tolerance")
 
     def __init__(self, calls: dict[str, int], name: str) -> None:
         self._calls = calls
@@ -63,6 +63,13 @@ class Verification:
         self._forward: list[SavedTensor | None] = []
         self._rebuilt: dict[int, Tensor] = {}
         self._tolerance: float | None = None
+        self._host = host_states()  # at the start of forward, then at its end
+        self._drew = False
+
+    def forward_done(self) -> None:
+        """Call at the end of forward."""
+        before, self._host = self._host, host_states()
+        self._drew = self._drew or before != self._host
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves `tensor`, the next one, in forward. Waits for no device."""
@@ -76,8 +83,22 @@ class Verification:
         if self._forward[index] is not None and (look := _look_at(tensor)) is not None:
             self._rebuilt[index] = look
 
-    def compare(self) -> None:
-        """At the end of the recomputation: raises RegionError for the first tensor that is another one."""
+    def compare_host(self, before: list[Any]) -> None:
+        """At the end of the recomputation: raises RegionError if it drew other numbers from Python or NumPy than forward.
+
+        before: states at its start. A layer that seeds its generator draws the same ones, and ends in the same state.
+        """
+        if self._drew and (now := host_states()) != before and now != self._host:
+            raise RegionError(
+                f"Region {self._name!r}: forward draws random numbers from Python's or NumPy's generator, and recomputation "
+                "draws other ones. Draw them with torch (torch.rand(())), or outside of the layer."
+            )
+
+    def compare(self, changed: str = "") -> None:
+        """At the end of the recomputation: raises RegionError for the first tensor that is another one.
+
+        changed: a sentence about state that forward changes.
+        """
         rebuilt, self._rebuilt = self._rebuilt, {}
         every = [saved for saved in self._forward if saved is not None]
         compared = [
@@ -94,7 +115,7 @@ class Verification:
                     f"The first difference is in tensor {index} that autograd saved: {saved.dtype} of shape "
                     f"{tuple(saved.shape)}, {saved.place()}.\n"
                     f"{_words(then)} in forward, {_words(now)} in recomputation: they differ by {apart:.2g} of the norm, "
-                    f"and a nondeterministic kernel explains {allowed:.2g}.\n" + _CAUSES
+                    f"and a nondeterministic kernel explains {allowed:.2g}.\n{changed}" + _CAUSES
                 )
         if compared:
             self._calls[self._name] = CALLS

@@ -9,6 +9,7 @@ whole numbers in every call (`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the 
 """
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.activation_checkpointing.engine.containers import refill
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.context.parts import Parts, main_input, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, padded_length
@@ -67,15 +69,18 @@ def put_back(model: nn.Module) -> Iterator[None]:
     ]
     try:
         with contextlib.ExitStack() as stack:
-            ModuleState(model).restore(stack)
+            state = ModuleState(model)
+            for container in state.containers():
+                stack.callback(refill, container, copy.copy(container))
+            state.restore(stack)
             yield
     finally:
         for own_buffers, saved in slots:
             own_buffers.update(saved)
         with torch.no_grad():
-            for buffer, version, copy in buffers:
+            for buffer, version, before in buffers:
                 if buffer._version != version:
-                    buffer.copy_(copy)
+                    buffer.copy_(before)
 
 
 _TOKENS_PER_RANK, _MOST_TOKENS, _ROWS = 16, 4096, 1024
