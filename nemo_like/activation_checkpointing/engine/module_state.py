@@ -110,7 +110,7 @@ class ModuleState:
         before, self._signs = self._signs, self._look()
         there, self._there = self._there, {}
         if there:
-            # In place: an attribute that forward sets anew is that of forward again after the recomputation.
+            # In place: an attribute that forward sets again is that of forward again after the recomputation.
             changed = {
                 key
                 for key, sign in self._signs.items()

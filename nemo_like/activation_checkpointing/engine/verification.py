@@ -88,7 +88,8 @@ class Verification:
 
         before: states at its start. A layer that seeds its generator draws the same ones, and ends in the same state.
         """
-        if self._drew and (now := host_states()) != before and now != self._host:
+        has_values = any(saved is not None for saved in self._forward)  # not on fake tensors, in a plan
+        if has_values and self._drew and (now := host_states()) != before and now != self._host:
             raise RegionError(
                 f"Region {self._name!r}: forward draws random numbers from Python's or NumPy's generator, and recomputation "
                 "draws other ones. Draw them with torch (torch.rand(())), or outside of the layer."
