@@ -95,8 +95,8 @@ class ActivationCheckpointTransform:
 
     >>> config = {"enabled": True, "strategy": "full", "layer_classes": ["Linear"]}
     >>> model = ActivationCheckpointTransform(config).apply(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    >>> from nemo_like import CheckpointWrapper
-    >>> [isinstance(module, CheckpointWrapper) for module in model]
+    >>> from nemo_like import is_checkpointed
+    >>> [is_checkpointed(module) for module in model]
     [True, False]
     """
 

@@ -278,7 +278,7 @@ class UnitCalls:
 def _names_data(modules: Iterable[nn.Module]) -> bool:
     """Return whether a forward or hook of `modules`, or a method or function that these call, names ``.data``."""
     modules = list(modules)
-    kinds = set(map(type, modules))
+    kinds: set[Any] = set(map(type, modules))
     waiting: list[Any] = [kind.forward for kind in kinds]
     for module in modules:
         waiting += [module.forward, *module._forward_pre_hooks.values(), *forward_hooks(module)]

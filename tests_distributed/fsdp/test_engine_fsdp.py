@@ -330,9 +330,9 @@ def _compared(step: object) -> int:
     found = []
     compare = verification.Verification.compare
 
-    def counting(self: verification.Verification) -> None:
+    def counting(self: verification.Verification, changed: str) -> None:
         found.append(len(self._rebuilt))
-        compare(self)
+        compare(self, changed)
 
     verification.Verification.compare = counting  # type: ignore[method-assign]
     try:
