@@ -22,9 +22,8 @@ def _containers_named_by(kind: type) -> _SharedNames:
     Each is a mapping and a name in it. Functions of the same file that the methods refer to count as their part.
     """
     if kind not in _known:
-        every = kind.__mro__[
-            : kind.__mro__.index(nn.Module)
-        ]  # FSDP2's subclass is torch's, and the class below it is not
+        # Base by base: FSDP2's subclass is torch's, and the class below it is not.
+        every = kind.__mro__[: kind.__mro__.index(nn.Module)]
         bases = [base for base in every if base.__module__.partition(".")[0] not in _WITHOUT]
         containers: list[tuple[Mapping[str, Any], str]] = [
             (vars(base), name) for base in bases for name, value in vars(base).items() if type(value) in _CHANGEABLE

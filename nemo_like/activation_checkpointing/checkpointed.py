@@ -65,11 +65,11 @@ class Checkpointed(Forward):
 
     @property
     def word(self) -> str:  # type: ignore[override]
-        """``full``, or the kind of the policy."""
+        """``full``, or the word of the policy (``selective``, ``planned``); of another's policy its class."""
         policy = getattr(
             self.policy, "policy", self.policy
         )  # of a `HostPolicy`: another one's outputs wait in CPU memory
-        return "full" if policy.keeps_nothing else type(policy).__name__.removesuffix("Policy").lower()
+        return "full" if policy.keeps_nothing else getattr(policy, "word", type(policy).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward as one region, if gradients flow through it."""

@@ -118,7 +118,7 @@ class SelectivePolicy:
     """Operators or their names not to keep."""
     _kinds: dict[Op, bool] = field(init=False, repr=False, default_factory=dict)
 
-    keeps_nothing = False
+    keeps_nothing, word = False, "selective"
 
     def __post_init__(self) -> None:
         n = self.every_nth_matmul
@@ -214,7 +214,7 @@ class DecisionTable:
     True
     """
 
-    keeps_nothing = False
+    keeps_nothing, word = False, "planned"
 
     def __init__(self, decisions: Mapping[Op | str, Sequence[Decision]], *, strict: bool = True) -> None:
         self.strict = strict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -277,6 +278,21 @@ def test_a_hook_whose_loss_is_used_is_called_again(ac: str) -> None:
         return list(gradients_of(model).values())
 
     assert_bitwise(gradients(ac), gradients("none"))
+
+
+@pytest.mark.parametrize("ac", MODES)
+def test_a_hook_that_cannot_be_hashed_is_called_once(ac: str) -> None:
+    @dataclass
+    class Note:
+        calls: int = 0
+
+        def __call__(self, *_: Any) -> None:
+            self.calls += 1
+
+    model, note = under(ac, lambda: nn.Sequential(Block(), Block())), Note()
+    model[1].up.register_forward_hook(note)
+    model(torch.ones(2, D)).square().mean().backward()
+    assert note.calls == 1
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])

@@ -24,6 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nemo_like import apply_activation_checkpointing, is_checkpointed, parallelize
 from nemo_like._util.forwards import Place, _chain
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed
+from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, gradients_of, step
 from tests.models.decoders import batch, build, loss_of
@@ -115,6 +117,7 @@ def test_objects_nest_in_one_order_and_print() -> None:
     forward = model[0].forward
     assert repr(forward) == "Block (offloaded, selective)"
     assert [each.place for each in _chain(forward)] == [Place.OFFLOADING, Place.REGION]
+    assert repr(Checkpointed(model[0], DecisionTable({}))) == "Block (planned)"
     compiled = parallelize(_blocks(), "single", "full", compile="aot_eager", precision="bf16", device="cpu")
     assert repr(compiled[0].forward) == "Block (full, compiled)" and repr(compiled.forward) == "Sequential (autocast)"
 

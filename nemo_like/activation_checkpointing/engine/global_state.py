@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_like._util.plain import is_plain
 from nemo_like._util.rng import accelerator_type
 from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
-from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves
+from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves, refill
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look_on
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
@@ -293,13 +293,11 @@ def attention_back_end() -> Restore | None:
 @contextmanager
 def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
     present = dict(target)
-    target.clear()
-    target.update(contents)
+    refill(target, contents)
     try:
         yield
     finally:
-        target.clear()
-        target.update(present)
+        refill(target, present)
 
 
 # All that steers the results of one call and is not an argument: noted in forward, put back for its recomputation.

@@ -80,9 +80,10 @@ class HookCalls:
             for key, hook in fields[name].items()
             if not _is_known(hook)
         ]
-        # By hook: for each call in forward, how many tensors autograd saved in it and dropped; None: it is called again.
-        self._calls: dict[Callable[..., Any], list[int | None]] = {}
-        self._kept: list[tuple[Callable[..., Any], Any]] = []  # The outputs that the policy saved, with the hook.
+        # By the hook's id, as not all can be hashed: for each call in forward, how many tensors autograd saved in it and
+        # dropped; None: it is called again. `_hooks` keeps the hooks alive.
+        self._calls: dict[int, list[int | None]] = {}
+        self._kept: list[tuple[int, Any]] = []  # The outputs that the policy saved, with the hook's id.
 
     @contextlib.contextmanager
     def _in_place(self, around: Callable[..., Any]) -> Iterator[None]:
@@ -108,9 +109,9 @@ class HookCalls:
         """Within it the hooks' calls are noted; at its end it is decided which of them recomputation leaves out."""
         with self._in_place(functools.partial(self._note, region)):
             yield
-        again: set[Any] = set()
+        again: set[int] = set()
         for fields in self._owners:
-            hooks = [_origin(hook) for name in _TABLES for hook in fields[name].values()]
+            hooks = [id(_origin(hook)) for name in _TABLES for hook in fields[name].values()]
             again.update(hooks if any(None in self._calls.get(hook, ()) for hook in hooks) else ())
         again |= {hook for hook, calls in self._calls.items() if None in calls}
         for hook in again & self._calls.keys():
@@ -126,7 +127,7 @@ class HookCalls:
         waiting = {hook: iter(calls) for hook, calls in self._calls.items()}
 
         def leave_out(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            packs = next(waiting.get(_origin(hook), iter(())), 0)
+            packs = next(waiting.get(id(_origin(hook)), iter(())), 0)
             return hook(*args, **kwargs) if packs is None else region.pass_over(packs)
 
         removed = [(tables, key, hook) for tables, key, hook in self._hooks if key not in tables[0]]
@@ -148,7 +149,7 @@ class HookCalls:
         looks = result is None and before == _state(args)
         looks = looks and all(map(_is_same, drawn, rng_state()))
         saves = any(handle() is not None for handle in region.handles[packs:])
-        origin = _origin(hook)
+        origin = id(_origin(hook))
         self._calls.setdefault(origin, []).append(len(region.handles) - packs if looks and not saves else None)
         self._kept += [(origin, entry) for entry in region.kept[kept:]]
         return result

@@ -3,10 +3,10 @@
 Restored: plain attributes and those of configurations (training flags, the active adapter, a counter), `requires_grad`,
 parameters and buffers that were exchanged (`torch.func.functional_call`). Everything else that a module holds (lists,
 dicts, tensors in them, sub-modules) has a sign, made of identity, length and the version of tensors: no model was seen to
-change it, and if it changes, `RegionError` names it. Nothing is copied for that. `docs/evidence/restored-state.md` counts.
+change it (`docs/evidence/restored-state.md`), and if it changes, `RegionError` names it. Nothing is copied for that.
 
-A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, and so
-are their sorted attributes, for as long as those have the same names and types.
+A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, for as long
+as their children are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.plain import is_plain, is_plain_value
+from nemo_like.activation_checkpointing.engine.containers import refill
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.torch_compat import version_of
 
@@ -67,38 +69,35 @@ class ModuleState:
         self._values = [{n: v for n, v in fields.items() if _kinds[type(v)]} for fields in walk.owns]
         self._flags = list(map(_requires_grad, self._tensors.parameters))
         # Containers of plain values: one that is exchanged is restored, and one that is changed in place has a sign.
-        self._held = {(n, name): v for n, name in self._others() if _is_of_plain(v := walk.owns[n][name])}
-        self._there = {(n, name): walk.owns[n][name] for n, name in self._others()}  # for as long as forward runs
-        self._signs = self._look()
+        self._there = self._others()  # for as long as forward runs
+        self._held = {key: value for key, value in self._there.items() if _is_of_plain(value)}
+        self._signs = self._look(self._there)
         self._versions: list[int] = []
 
-    def _look(self) -> dict[tuple[int, str], Any]:
-        """Return the signs of attributes that are not restored, by the number of their owner and name.
+    def _look(self, others: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+        """Return the signs of `others`, of which tensors are buffers to `BufferSnapshot`."""
+        now = {key: self._held.get(key, value) for key, value in others.items()}
+        return {key: _sign(value) for key, value in now.items() if not isinstance(value, Tensor | nn.Module)}
 
-        Tensors in attributes are buffers to `BufferSnapshot`.
-        """
-        owns, signs = self.walk.owns, {}
-        for key in self._others():
-            value = self._held.get(key, owns[key[0]][key[1]])
-            if not isinstance(value, Tensor | nn.Module):
-                signs[key] = _sign(value)
-        return signs
-
-    def _others(self) -> Iterator[tuple[int, str]]:
-        for number, (fields, values) in enumerate(zip(self.walk.owns, self._values)):
-            if len(fields) - len(values) != len(_REGISTERS) or number >= self.walk.count:
-                yield from ((number, name) for name in fields.keys() - values.keys() - _REGISTERS - _AGAIN)
+    def _others(self) -> dict[tuple[int, str], Any]:
+        """Return the attributes that are not plain values, by the number of their owner and name."""
+        return {
+            (number, name): fields[name]
+            for number, (fields, values) in enumerate(zip(self.walk.owns, self._values))
+            if len(fields) - len(values) != len(_REGISTERS) or number >= self.walk.count
+            for name in fields.keys() - values.keys() - _REGISTERS - _AGAIN
+            if not isinstance(fields[name], Forward)  # this package's own, of the region itself for one
+        }
 
     def buffers(self) -> list[tuple[dict[str, Any], str]]:
         """Return the tables and names of buffers, and of tensors that are plain attributes (a router's load)."""
         registered = [(table, name) for table in self.walk.tables[1::2] for name in table]
-        owns = self.walk.owns
-        return registered + [(owns[n], name) for n, name in self._others() if type(owns[n][name]) is Tensor]
+        attributes = [(self.walk.owns[n], name) for (n, name), value in self._others().items() if type(value) is Tensor]
+        return registered + attributes
 
     def containers(self) -> list[Any]:
         """Return the lists, dicts, sets and queues among the attributes."""
-        values = (self.walk.owns[number][name] for number, name in self._others())
-        return [value for value in values if isinstance(value, list | dict | set | deque)]
+        return [value for value in self._others().values() if isinstance(value, list | dict | set | deque)]
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'.
@@ -107,14 +106,13 @@ class ModuleState:
             RegionError: something that is not restored was changed, and earlier forwards had left it alone.
         """
         self._versions = list(map(_version, self._tensors.counted))
-        before, self._signs = self._signs, self._look()
+        now = self._others()
+        before, self._signs = self._signs, self._look(now)
         there, self._there = self._there, {}
         if there:
             # In place: an attribute that forward sets again is that of forward again after the recomputation.
             changed = {
-                key
-                for key, sign in self._signs.items()
-                if self.walk.owns[key[0]][key[1]] is there.get(key) and sign != before.get(key)
+                key for key, sign in self._signs.items() if now[key] is there.get(key) and sign != before.get(key)
             }
             known = self.walk.changing
             self.walk.changing = changed if known is None else known
@@ -131,12 +129,12 @@ class ModuleState:
         counted = self._tensors.counted
         versions = list(map(_version, counted))
         for tensor, version in zip(counted, self._versions) if versions != self._versions else ():
-            for fields, table in self._tensors.places(tensor) if tensor._version != version else ():
+            for number, table in self._tensors.places(tensor) if tensor._version != version else ():
                 name = next(name for name, other in table.items() if other is tensor)
                 if not restored(table, name):
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     raise RegionError(
-                        f"Region {region!r}: the {kind} {name!r} of a {self.walk.kinds[fields]} was changed in place "
+                        f"Region {region!r}: the {kind} {name!r} of a {self.walk.kinds[number]} was changed in place "
                         f"between forward and backward (version {version}, now {tensor._version}), so recomputation would "
                         "compute with other values. Change it after backward, or run forward again after the change."
                     )
@@ -151,7 +149,7 @@ class ModuleState:
 
     def check_signs(self, region: str, when: str) -> None:
         """Raise RegionError where something that is not restored was changed `when`."""
-        now = self._look() if self._signs else {}
+        now = self._look(self._others()) if self._signs else {}
         if key := next((key for key, sign in self._signs.items() if now.get(key) != sign), None):
             raise RegionError(f"Region {region!r}: {self._sentence(key, when)}")
 
@@ -185,8 +183,7 @@ def _put_back(owns: list[Own], before: list[Own]) -> None:
     """Undo writes of the recomputation and its preparation to attributes."""
     for fields, then in zip(owns, before):
         if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
-            fields.clear()
-            fields.update(then)
+            refill(fields, then)
 
 
 class _Tensors:
