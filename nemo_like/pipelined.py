@@ -71,8 +71,7 @@ class CutModel:
                 packed = packed_calls(tree)
             else:
                 tree, received = cut(self.model, parts, piece, self.device, dtype)
-            forward = StageForward(tree, received, piece, packed, job.chunks)
-            tree.forward = forward
+            forward = StageForward(tree, received, piece, packed, job.chunks).put()
             setattr(tree, STAGE_MARK, True if isinstance(parts, SplitParts) else piece)
             names = tuple(parts.layers[i] for i in piece.layers)
             ac = job.ac.only(names) if isinstance(job.ac, Plan) else job.ac

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
 from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
@@ -351,6 +352,17 @@ def run_forward(
         return call_with(model, state, args, kwargs)
 
 
+class _Traced(Forward):
+    """The forward of a layer while its model is traced."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
 @contextmanager
 def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Callable]) -> Iterator[None]:
     """Each layer's ``forward`` replaced by ``make(layer, forward)`` inside the context."""
@@ -359,9 +371,8 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
         for layer in layers:
             module = bare(layer.module)
             if module not in before:
-                replacement = make(layer, module.forward)
                 before[module] = module.__dict__.get("forward")
-                module.forward = replacement
+                _Traced(module, make(layer, module.forward)).put()
         yield
     finally:
         for module, forward in before.items():

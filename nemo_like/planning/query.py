@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.activation_checkpointing.engine.buffers import copied_in_forward
@@ -173,7 +173,8 @@ class Traced:
             tree, received = cut(self.whole, parts, piece, torch.device("cpu"), dtype)
             setattr(tree, STAGE_MARK, piece)
             batch = by_name(self.given, self.sample)
-            return planned_stage(tree, received), batch if piece.is_first else batch | {"given": self.hidden(job)}
+            PlannedStage(tree, received).put()
+            return tree, batch if piece.is_first else batch | {"given": self.hidden(job)}
 
         which = (piece.is_first, piece.is_last, tuple(self._settings[name] for name in names))
         return Stage(self._part(stage_job, which, make), stage_job, piece, names)
@@ -522,25 +523,28 @@ def _sent(hidden: Tensor) -> Tensor:
     return _ReceivedGradient.apply(hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_())
 
 
-def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
-    """Return a stage's `tree` as a model that is called with ``given=`` hidden states and the batch, and can be copied."""
-    base = type(tree)
+class PlannedStage(Forward):
+    """The forward of a stage's tree as of a model, which is called with hidden states and the batch, and can be copied."""
 
-    def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
-        slot = self._planned_received
-        slot.tensors = () if given is None else (given.requires_grad_(),)
+    def __init__(self, tree: nn.Module, received: Received) -> None:
+        super().__init__(tree)
+        self.received = received
+        MicrobatchCall(tree, self.next)
+
+    def __call__(self, given: Tensor | None = None, **batch: Any) -> Tensor:
+        """`given`: what the stage before sent; None: it is the first stage."""
+        self.received.tensors = () if given is None else (given.requires_grad_(),)
         try:
-            output = call_of(self)(**batch)
+            output = call_of(self.module)(**batch)
         except StageEnd as end:
             return end.sent
         finally:
-            slot.tensors = ()
+            self.received.tensors = ()
         return loss_of(output)
 
-    MicrobatchCall(tree, types.MethodType(base.forward, tree))
-    tree.__class__ = type(base.__name__, (base,), {"forward": forward})
-    tree.__dict__["_planned_received"] = received
-    return tree
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__call__)
 
 
 def by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:

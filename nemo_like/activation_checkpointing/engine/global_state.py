@@ -350,10 +350,6 @@ class Surroundings:
         if self._hooks is not None:
             stack.enter_context(self._hooks.in_recomputation(region))
 
-    def changed_in_forward(self) -> str:
-        """Return a sentence about state that forward changes and that is not put back, or nothing."""
-        return "" if self._module is None else self._module.changed_in_forward()
-
     def check_again(self, region: str) -> None:
         """Raise RegionError where the recomputation has changed state that is not put back."""
         if self._module is not None:

@@ -17,14 +17,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like._util.forwards import Forward
-from nemo_like._util.plain import is_plain, is_plain_value
+from nemo_like._util.plain import is_plain_value
 from nemo_like.activation_checkpointing.engine.containers import refill
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.torch_compat import version_of
@@ -37,104 +37,74 @@ _CONTAINERS = (dict, list, tuple, set, deque)
 _MOST = 64  # Entries of a container that are in its sign, besides their number.
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 _PLAIN_OR_NONE = (*PLAIN_TENSORS, type(None))
-_version: Callable[[Tensor], int] = attrgetter("_version")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_children_of: Callable[[Own], dict[str, nn.Module | None]] = itemgetter("_modules")
-_tables_of: Callable[[Own], tuple[dict[str, Any], ...]] = itemgetter("_parameters", "_buffers")
-
-
-class _Kinds(dict[type, bool]):
-    """By type, whether values of it may be held and restored: others would live for longer, and their graphs."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = is_plain(kind)
-        return self[kind]
-
-
-_kinds = _Kinds()
-# Attributes of `nn.Module` itself that are not held, and lists in which nn.LSTM has its parameters once more.
+# Attributes of `nn.Module` itself, and lists in which nn.LSTM has its parameters once more.
 _REGISTERS = {name for name, value in vars(nn.Module()).items() if not is_plain_value(value)}
-_AGAIN = {"_flat_weights", "_flat_weight_refs"}
+_REGISTERS |= {"_flat_weights", "_flat_weight_refs"}
 
 
 class ModuleState:
     """The modules of a region as its forward finds them."""
 
-    __slots__ = ("_flags", "_held", "_names", "_signs", "_tensors", "_there", "_values", "_versions", "walk")
+    __slots__ = ("_flags", "_held", "_signs", "_tables", "_values", "_versions", "_watched", "walk")
 
     def __init__(self, module: nn.Module) -> None:
         self.walk = walk = walk_of(module)
-        self._tensors = walk.tensors()
-        self._names = list(map(tuple, walk.owns))
-        self._values = [{n: v for n, v in fields.items() if _kinds[type(v)]} for fields in walk.owns]
-        self._flags = list(map(_requires_grad, self._tensors.parameters))
-        # Containers of plain values: one that is exchanged is restored, and one that is changed in place has a sign.
-        self._there = self._others()  # for as long as forward runs
-        self._held = {key: value for key, value in self._there.items() if _is_of_plain(value)}
-        self._signs = self._look(self._there)
-        self._versions: list[int] = []
+        self._tables = list(map(dict.copy, walk.tables))
+        self._values: list[Own] = []  # What is put back: other values would live for longer, and their graphs.
+        self._watched: list[tuple[int, str]] = []  # Owner and name of the attributes that have a sign, and of tensors.
+        # Containers of plain values: one that is exchanged is put back, and one that is changed in place has a sign.
+        self._held: dict[tuple[int, str], Any] = {}
+        for number, fields in enumerate(walk.owns):
+            names = fields.keys() - _REGISTERS
+            self._values.append({name: fields[name] for name in names if is_plain_value(fields[name])})
+            for name in names - self._values[number].keys():
+                if isinstance(value := fields[name], nn.Module | Forward):  # `Forward`: this package's, of the region
+                    continue
+                self._watched.append((number, name))
+                if _is_of_plain(value):
+                    self._held[number, name] = value
+        tensors = {id(t): t for t in chain.from_iterable(map(dict.values, self._tables)) if t is not None}.values()
+        self._flags = [(t, t.requires_grad) for t in tensors if isinstance(t, nn.Parameter) and t.is_leaf]
+        self._versions = [(t, t._version) for t in tensors if type(t) in PLAIN_TENSORS and not t.is_inference()]
+        self._signs: list[Any] = []
 
-    def _look(self, others: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-        """Return the signs of `others`, of which tensors are buffers to `BufferSnapshot`."""
-        now = {key: self._held.get(key, value) for key, value in others.items()}
-        return {key: _sign(value) for key, value in now.items() if not isinstance(value, Tensor | nn.Module)}
+    def _value(self, key: tuple[int, str]) -> Any:
+        return self._held[key] if key in self._held else self.walk.owns[key[0]].get(key[1])
 
-    def _others(self) -> dict[tuple[int, str], Any]:
-        """Return the attributes that are not plain values, by the number of their owner and name."""
-        return {
-            (number, name): fields[name]
-            for number, (fields, values) in enumerate(zip(self.walk.owns, self._values))
-            if len(fields) - len(values) != len(_REGISTERS) or number >= self.walk.count
-            for name in fields.keys() - values.keys() - _REGISTERS - _AGAIN
-            if not isinstance(fields[name], Forward)  # this package's own, of the region itself for one
-        }
+    def _look(self) -> list[Any]:
+        """Return the signs; tensors are buffers to `BufferSnapshot`."""
+        values = map(self._value, self._watched)
+        return [None if isinstance(value, Tensor) else _sign(value) for value in values]
 
     def buffers(self) -> list[tuple[dict[str, Any], str]]:
         """Return the tables and names of buffers, and of tensors that are plain attributes (a router's load)."""
         registered = [(table, name) for table in self.walk.tables[1::2] for name in table]
-        attributes = [(self.walk.owns[n], name) for (n, name), value in self._others().items() if type(value) is Tensor]
+        attributes = [(self.walk.owns[key[0]], key[1]) for key in self._watched if type(self._value(key)) is Tensor]
         return registered + attributes
 
     def containers(self) -> list[Any]:
         """Return the lists, dicts, sets and queues among the attributes."""
-        return [value for value in self._others().values() if isinstance(value, list | dict | set | deque)]
+        return [value for value in map(self._value, self._watched) if isinstance(value, list | dict | set | deque)]
 
     def forward_done(self) -> None:
-        """Call after forward: changes from here on are others'.
-
-        Raises:
-            RegionError: something that is not restored was changed, and earlier forwards had left it alone.
-        """
-        self._versions = list(map(_version, self._tensors.counted))
-        now = self._others()
-        before, self._signs = self._signs, self._look(now)
-        there, self._there = self._there, {}
-        if there:
-            # In place: an attribute that forward sets again is that of forward again after the recomputation.
-            changed = {
-                key for key, sign in self._signs.items() if now[key] is there.get(key) and sign != before.get(key)
-            }
-            known = self.walk.changing
-            self.walk.changing = changed if known is None else known
-            if known is not None and not changed <= known:
-                raise RegionError(self._sentence(min(changed - known), "inside a checkpointed region"))
-
-    def changed_in_forward(self) -> str:
-        """Return a sentence about attributes that are not restored and that forward itself changes, or nothing."""
-        names = [f"{name!r} of a {self.walk.kinds[number]}" for number, name in sorted(self.walk.changing or ())]
-        return f"Forward changes {', '.join(names)}, which recomputation finds changed.\n" if names else ""
+        """Call after forward: changes from here on are others'."""
+        # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
+        self._versions = [
+            (t, t._version)
+            for t, version in self._versions
+            if t._version == version or t.requires_grad or not isinstance(t, nn.Parameter)
+        ]
+        self._signs = self._look()
 
     def check(self, region: str, restored: Callable[[Own, str], bool]) -> None:
         """Raise RegionError for state that was changed since forward, and is not restored, by this or by `restored`."""
-        counted = self._tensors.counted
-        versions = list(map(_version, counted))
-        for tensor, version in zip(counted, self._versions) if versions != self._versions else ():
-            for number, table in self._tensors.places(tensor) if tensor._version != version else ():
-                name = next(name for name, other in table.items() if other is tensor)
-                if not restored(table, name):
+        for tensor, version in self._versions:
+            for number, table in enumerate(self.walk.tables) if tensor._version != version else ():
+                name = next((name for name, other in table.items() if other is tensor), None)
+                if name is not None and not restored(table, name):
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     raise RegionError(
-                        f"Region {region!r}: the {kind} {name!r} of a {self.walk.kinds[number]} was changed in place "
+                        f"Region {region!r}: the {kind} {name!r} of a {self.walk.kinds[number // 2]} was changed in place "
                         f"between forward and backward (version {version}, now {tensor._version}), so recomputation would "
                         "compute with other values. Change it after backward, or run forward again after the change."
                     )
@@ -149,31 +119,35 @@ class ModuleState:
 
     def check_signs(self, region: str, when: str) -> None:
         """Raise RegionError where something that is not restored was changed `when`."""
-        now = self._look(self._others()) if self._signs else {}
-        if key := next((key for key, sign in self._signs.items() if now.get(key) != sign), None):
-            raise RegionError(f"Region {region!r}: {self._sentence(key, when)}")
-
-    def _sentence(self, key: tuple[int, str], when: str) -> str:
-        number, name = key
-        kind = type(self.walk.owns[number].get(name)).__name__
-        return (
-            f"the attribute {name!r} of a {self.walk.kinds[number]}, a {kind}, was changed {when}, and recomputation would "
-            "compute with other values, or change it twice. Keep its contents in a buffer or a plain attribute, which are "
-            "restored, or change it under `if not nemo_like.is_recomputing()`."
-        )
+        for key, before, now in zip(self._watched, self._signs, self._look()):
+            if now != before:
+                raise RegionError(
+                    f"Region {region!r}: the attribute {key[1]!r} of a {self.walk.kinds[key[0]]}, a "
+                    f"{type(self._value(key)).__name__}, was changed {when}, and recomputation would compute with other "
+                    "values, or change it twice. Keep its contents in a buffer or a plain attribute, which are restored, or "
+                    "change it under `if not nemo_like.is_recomputing()`."
+                )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the modules into the state that forward found, until `stack` ends."""
-        stack.callback(_put_back, self.walk.owns, list(map(dict.copy, self.walk.owns)))
-        self._tensors.restore(stack)
-        for fields, names, values in zip(self.walk.owns, self._names, self._values):
-            if len(fields) != len(names):
-                for name in fields.keys() - set(names):
+        owns = self.walk.owns
+        stack.callback(_put_back, owns, list(map(dict.copy, owns)))
+        watched = set(self._watched)
+        for number, (fields, values) in enumerate(zip(owns, self._values)):
+            for name in fields.keys() - values.keys() - _REGISTERS:
+                if (number, name) not in watched and not isinstance(fields[name], nn.Module | Forward):
                     del fields[name]
             fields.update(values)
         for (number, name), value in self._held.items():
-            self.walk.owns[number][name] = value
-        for parameter, flag in zip(self._tensors.parameters, self._flags):
+            owns[number][name] = value
+        for table, then in zip(self.walk.tables, self._tables):
+            for name in table.keys() | then.keys():
+                now, wanted = table.get(name), then.get(name)
+                # Sharded to gathered is FSDP's own change, made before this and in it.
+                if now is not wanted and type(now) in _PLAIN_OR_NONE and type(wanted) in _PLAIN_OR_NONE:
+                    stack.callback(_set, table, name, now, name in table)
+                    _set(table, name, wanted, name in then)
+        for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 stack.callback(parameter.requires_grad_, parameter.requires_grad)
                 parameter.requires_grad_(flag)
@@ -184,49 +158,6 @@ def _put_back(owns: list[Own], before: list[Own]) -> None:
     for fields, then in zip(owns, before):
         if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
             refill(fields, then)
-
-
-class _Tensors:
-    """The parameters and buffers of some modules, as they are now."""
-
-    def __init__(self, walk: Walk) -> None:
-        self._tables, self._contents = walk.tables, list(map(dict.copy, walk.tables))
-        tensors = {id(t): t for t in chain.from_iterable(map(dict.values, walk.tables)) if t is not None}.values()
-        # Parameters with a flag to restore.
-        self.parameters = [t for t in tensors if isinstance(t, nn.Parameter) and t.is_leaf]
-        # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
-        adapted = {str(fields.get("parameter_name")) for fields in walk.owns if "lora_A" in fields.get("_modules", ())}
-        held = [table.get(name) for table in walk.tables for name in adapted]
-        written = {id(t) for t in held if t is not None and not t.requires_grad}
-        # Those with a version to compare.
-        self.counted = [
-            t for t in tensors if type(t) in PLAIN_TENSORS and not t.is_inference() and id(t) not in written
-        ]
-        # Nothing in it must go before the next forward: no graph, as tensors put in by a functional call have.
-        self.may_be_remembered = all(t.is_leaf for t in tensors)
-
-    def is_current(self) -> bool:
-        """Return whether the very same entries are in the tables."""
-        now, then = (list(chain.from_iterable(map(dict.items, tables))) for tables in (self._tables, self._contents))
-        return len(now) == len(then) and all(a[1] is b[1] and a[0] == b[0] for a, b in zip(now, then))
-
-    def places(self, tensor: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The numbers of modules that have the tensor, with the tables that it is in."""
-        return (
-            (number // 2, table)
-            for number, table in enumerate(self._tables)
-            if any(other is tensor for other in table.values())
-        )
-
-    def restore(self, stack: contextlib.ExitStack) -> None:
-        """Put the entries back until `stack` ends."""
-        for table, then in zip(self._tables, self._contents) if not self.is_current() else ():
-            for name in table.keys() | then.keys():
-                now, wanted = table.get(name), then.get(name)
-                # Sharded to gathered is FSDP's own change, made before this and in it.
-                if now is not wanted and type(now) in _PLAIN_OR_NONE and type(wanted) in _PLAIN_OR_NONE:
-                    stack.callback(_set, table, name, now, name in table)
-                    _set(table, name, wanted, name in then)
 
 
 def _set(table: dict[str, Any], name: str, value: Any, present: bool) -> None:
@@ -248,25 +179,14 @@ class Walk:
         ]
         configs = list({id(value): value for _, _, value in self._configs}.values())
         self.kinds = [type(owner).__name__ for owner in (*modules, *configs)]
-        self.children = list(map(dict.copy, map(_children_of, self.owns)))
-        self.tables = list(chain.from_iterable(map(_tables_of, self.owns)))
+        self.children = [fields["_modules"].copy() for fields in self.owns]
+        self.tables = [fields[table] for fields in self.owns for table in ("_parameters", "_buffers")]
         self.owns += map(vars, configs)
-        self._tensors: _Tensors | None = None
-        # Attributes that are not restored and whose signs the first forward has changed.
-        self.changing: set[tuple[int, str]] | None = None
 
     def is_current(self) -> bool:
         """Return whether the modules and configurations are these still."""
         same = all(fields.get(name) is value for fields, name, value in self._configs)
-        return same and list(map(_children_of, self.owns[: self.count])) == self.children
-
-    def tensors(self) -> _Tensors:
-        """Return the parameters and buffers of now."""
-        known = self._tensors
-        if known is None or not known.is_current():
-            known = _Tensors(self)
-            self._tensors = known if known.may_be_remembered else None
-        return known
+        return same and [fields["_modules"] for fields in self.owns[: self.count]] == self.children
 
 
 def _is_of_plain(value: Any) -> bool:

@@ -228,10 +228,10 @@ class Region:
         self.last = max(index for index, reference in enumerate(self.handles) if reference() is not None)
         self.unwaited = torch_compat.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
-        host = host_states() if self.verification is not None else []
         outer = self.forward_mode
         if outer is not None:
             outer.paused = True
+        host = host_states() if self.verification is not None else []
         mode: ReplayMode | None = None
         try:
             try:
@@ -247,10 +247,10 @@ class Region:
                 self.surroundings.run(self.name, self.run_again, args, kwargs, mode)
             for entry in () if keep else self.kept:
                 entry.value = None
+            self.check_again()
             if self.verification is not None:
                 self.verification.compare_host(host)
-                self.verification.compare(self.surroundings.changed_in_forward())
-                self.check_again()
+                self.verification.compare()
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the recomputation of checkpointed region {self.name!r}, in backward)")

@@ -95,11 +95,8 @@ class Verification:
                 "draws other ones. Draw them with torch (torch.rand(())), or outside of the layer."
             )
 
-    def compare(self, changed: str = "") -> None:
-        """At the end of the recomputation: raises RegionError for the first tensor that is another one.
-
-        changed: a sentence about state that forward changes.
-        """
+    def compare(self) -> None:
+        """At the end of the recomputation: raises RegionError for the first tensor that is another one."""
         rebuilt, self._rebuilt = self._rebuilt, {}
         every = [saved for saved in self._forward if saved is not None]
         compared = [
@@ -116,7 +113,7 @@ class Verification:
                     f"The first difference is in tensor {index} that autograd saved: {saved.dtype} of shape "
                     f"{tuple(saved.shape)}, {saved.place()}.\n"
                     f"{_words(then)} in forward, {_words(now)} in recomputation: they differ by {apart:.2g} of the norm, "
-                    f"and a nondeterministic kernel explains {allowed:.2g}.\n{changed}" + _CAUSES
+                    f"and a nondeterministic kernel explains {allowed:.2g}.\n" + _CAUSES
                 )
         if compared:
             self._calls[self._name] = CALLS

@@ -2,7 +2,6 @@
 others and takes theirs."""
 
 import dataclasses
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
 from nemo_like._util.words import a_or_an
@@ -454,15 +454,15 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
         adapters = adapters_on(model, module)
         # An adapter calls the module it wraps and adds nothing: `with_adapters` does, where the weights are used.
         for adapter in adapters:
-            adapter.forward = functools.partial(_inside, adapter)
-        module.forward = SplitExperts(
+            _InsideAdapter(adapter).put()
+        SplitExperts(
             experts,
             ranks=mesh.ep.size(),
             group=name_group(mesh.ep.get_group()),
             tp=tp,
             adapters=adapters,
             rank=mesh.ep.get_local_rank(),
-        )
+        ).put()
 
 
 def _own_memory(part: DTensor) -> DTensor:
@@ -473,7 +473,7 @@ def _own_memory(part: DTensor) -> DTensor:
     return DTensor.from_local(local.clone(), part.device_mesh, part.placements, run_check=False)
 
 
-class SplitExperts:
+class SplitExperts(Forward):
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
     It takes and returns the same as the module's own forward (`Experts.call`), on this rank's tokens. `ranks`: those
@@ -491,9 +491,9 @@ class SplitExperts:
         tp: TensorRanks | None,
         adapters: Sequence[nn.Module],
     ) -> None:
-        self.module, self.count, self.call = experts.module, experts.count, experts.call
+        super().__init__(experts.module)
+        self.count, self.calls = experts.count, experts.call
         self.own, self.tp, self.adapters = experts.parameters, tp, adapters
-        self.inside = type(experts.module).forward
         self.local = experts.count // ranks
         self.first = rank * self.local
         self.understood = is_understood(experts.module)
@@ -505,7 +505,7 @@ class SplitExperts:
         if in_backward():
             # Recomputation: FSDP2 would keep it as in forward, together with backward's own memory.
             free_last_gather(self.module)
-        if self.call == EVERY:
+        if self.calls == EVERY:
             return self.every(hidden)
         chosen, weights = (*routing, *named.values())
         return self.routed(hidden, chosen, weights)
@@ -571,9 +571,9 @@ class SplitExperts:
         empty = rows.shape[0] == 0
         if empty:  # no code is written for no tokens at all: one of zeros, whose result is dropped
             rows, ids = rows.new_zeros(1, rows.shape[1]) + rows.sum(), ids.new_zeros(1, 1)
-        routing = () if self.call == EVERY else (ids, rows.new_ones(ids.shape))
+        routing = () if self.calls == EVERY else (ids, rows.new_ones(ids.shape))
         with self.fewer(weights):
-            out = self.inside(self.module, rows, *routing)
+            out = self.call(rows, *routing)
         return out[:0] if empty else out
 
     @contextmanager
@@ -618,12 +618,16 @@ def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts)
 
 
-def _inside(adapter: Any, *args: object, **kwargs: object) -> Any:
-    if adapter.merged:
-        raise RuntimeError(
-            "Adapters on experts that ep splits were merged: a rank has only some of the experts to merge into."
-        )
-    return adapter.base_layer(*args, **kwargs)
+class _InsideAdapter(Forward):
+    """The forward of an adapter: that of the module which it adapts."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        adapter: Any = self.module
+        if adapter.merged:
+            raise RuntimeError(
+                "Adapters on experts that ep splits were merged: a rank has only some of the experts to merge into."
+            )
+        return adapter.base_layer(*args, **kwargs)
 
 
 def with_adapters(weights: dict[str, Tensor], adapters: Sequence[Any], first: int) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.module_tree import bare, bare_modules, join
 from nemo_like._util.tensors import map_tensors
 from nemo_like._util.words import a_or_an
@@ -169,10 +170,10 @@ def call_of(model: nn.Module) -> nn.Module:
     return vars(model).get(_CALL, model)
 
 
-class StageForward:
+class StageForward(Forward):
     """The forward of a stage's tree: the model's own, from received tensors to those that are sent, or the loss.
 
-    Hooks of the tree see the inputs of the stage, and not the micro-batch: those that want that are put on `call`.
+    Hooks of the tree see the inputs of the stage, and not the micro-batch: those that want that are put on `whole`.
 
     Args:
         packed: keeps documents apart in the whole model.
@@ -186,9 +187,9 @@ class StageForward:
         packed: PackedCalls | None,
         in_chunks: ChunkedLoss | None,
     ) -> None:
-        self.call = MicrobatchCall(model, model.forward)
-        self._received, self._stage = received, stage
-        self._model, self._packed = model, packed
+        super().__init__(model)
+        self.whole = MicrobatchCall(model, model.forward)
+        self._received, self._stage, self._packed = received, stage, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.shares: Sequence[float] = ()  # Each one's share of the loss of the whole batch.
@@ -204,14 +205,14 @@ class StageForward:
                 tensor.requires_grad_()
         batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
-            changed = None if self._packed is None else self._packed(self._model, (), batch)
+            changed = None if self._packed is None else self._packed(self.module, (), batch)
             output = self._output(batch if changed is None else changed[1])
         except StageEnd as end:
             sent = end.sent
         finally:
             self._received.tensors = ()
             if self._packed is not None:
-                self._packed.after(self._model, (), sent if output is None else output)
+                self._packed.after(self.module, (), sent if output is None else output)
         if output is None:
             return map_tensors(Tensor.contiguous, sent)  # or torch could not send it
         loss = loss_of(output).reshape(())
@@ -220,18 +221,18 @@ class StageForward:
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:
-            return self.call(**batch)
+            return self.whole(**batch)
         output = None
-        self._in_chunks.before(self._model, (), batch)
+        self._in_chunks.before(self.module, (), batch)
         try:
-            output = self.call(**batch)
+            output = self.whole(**batch)
         finally:
-            changed = self._in_chunks.after(self._model, (), output)
+            changed = self._in_chunks.after(self.module, (), output)
         return output if changed is None else changed
 
     def whole_batch(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """`batch` before it is cut: the labels of packed documents' first tokens count for nothing."""
-        return batch if self._packed is None else self._packed.whole_batch(self._model, dict(batch))
+        return batch if self._packed is None else self._packed.whole_batch(self.module, dict(batch))
 
 
 def loss_of(output: object) -> Tensor:
@@ -564,7 +565,7 @@ def verify_stages(
         seen: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in (stage for stage in held.stages if stage.slice.is_last):
-                hook = stage.forward.call.register_forward_hook(lambda _, args, output: seen.extend(losses_of(output)))
+                hook = stage.forward.whole.register_forward_hook(lambda _, args, output: seen.extend(losses_of(output)))
                 stack.callback(hook.remove)
             forward(inputs, seen)
         return seen

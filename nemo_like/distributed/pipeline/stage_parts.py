@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.ops import facts
@@ -244,11 +245,12 @@ Split = Callable[[nn.Module, int, int], nn.Module]
 _ARGUMENT = "PipelineParallel.split"
 
 
-class SplitCall:
+class SplitCall(Forward):
     """Replacement for the forward of a caller's stage: it is called with a whole micro-batch, by keyword."""
 
     def __init__(self, stage: nn.Module, received: Received, piece: StageSlice) -> None:
-        self._forward, self._received, self._piece = stage.forward, received, piece
+        super().__init__(stage)
+        self._received, self._piece = received, piece
         parameters = list(inspect.signature(stage.forward).parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -273,7 +275,7 @@ class SplitCall:
                 f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a micro-batch has "
                 f"{', '.join(batch)}. Name its arguments as the batch does."
             )
-        output = self._forward(*inputs, **arguments)
+        output = self.call(*inputs, **arguments)
         if self._piece.is_last:
             return output
         tensors = output if isinstance(output, tuple) else (output,)
@@ -286,6 +288,12 @@ class SplitCall:
             )
         sent = tuple(t.contiguous() for t in tensors)
         return sent if isinstance(output, tuple) else sent[0]
+
+
+class _OnFakes(SplitCall):
+    """The same for a copy of the stage, which is called with the tensors from the stage before, and a micro-batch."""
+
+    __call__ = SplitCall.run  # type: ignore[assignment]
 
 
 class SplitParts:
@@ -325,7 +333,7 @@ class SplitParts:
         self.slices = slices([len(names) for names in dealt])
         self._copies = list(model_copy(nn.ModuleList(trees)).children())
         for copied, piece in zip(self._copies, self.slices):
-            copied.forward = SplitCall(copied, Received(), piece).run
+            _OnFakes(copied, Received(), piece).put()
         self._forms: dict[Any, list[tuple[TensorForm, ...]]] = {}
         args, batch = split_sample(sample_input)
         self.sent(0, dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch), 0, 0)
@@ -333,7 +341,7 @@ class SplitParts:
     def take(self, index: int) -> tuple[nn.Module, Received]:
         """Return a stage's own tree of modules, and its `Received`."""
         tree, received = self._trees[index], Received()
-        tree.forward = SplitCall(tree, received, self.slices[index])
+        SplitCall(tree, received, self.slices[index]).put()
         return tree, received
 
     def forget_weights(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.mesh import axis_size
@@ -496,18 +497,19 @@ def look_up_own_rows(module: nn.Module) -> None:
     """Let the forward of `module`, whose weight is a DTensor cut on dim 0 over a mesh of one axis, look up this rank's rows
     itself: its output is then a partial sum, as torch's. Of modules that are not known (`looks_up_own_rows`), nothing."""
     if looks_up_own_rows(module):
-        assert isinstance(module, nn.Embedding)
-        module.forward = partial(_look_up, module)  # type: ignore[method-assign]
+        _LookUp(module).put()
 
 
-def _look_up(module: nn.Embedding, input: Tensor) -> Tensor:
+class _LookUp(Forward):
     """The forward of an embedding that is cut by rows; ids as a DTensor that every rank has whole."""
-    ids, weight = input.to_local() if isinstance(input, DTensor) else input, module.weight
-    assert isinstance(weight, DTensor)
-    mesh, part = weight.device_mesh, weight.to_local()
-    first = mesh.get_local_rank() * part.shape[0]  # the ranks divide the rows
-    rows = _OwnRows.apply(part, ids, first, module.padding_idx, module.scale_grad_by_freq)
-    return DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module: Any = self.module
+        ids, weight = input.to_local() if isinstance(input, DTensor) else input, module.weight
+        mesh, part = weight.device_mesh, weight.to_local()
+        first = mesh.get_local_rank() * part.shape[0]  # the ranks divide the rows
+        rows = _OwnRows.apply(part, ids, first, module.padding_idx, module.scale_grad_by_freq)
+        return DTensor.from_local(rows, mesh, [Partial()], run_check=False)
 
 
 class _OwnRows(torch.autograd.Function):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import parametrize
 
 from nemo_like._util.code import names_in
+from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
@@ -328,25 +329,27 @@ class _WithTensors:
         return partial(method, self) if isinstance(method, FunctionType) else getattr(self.module, name)
 
 
-def _use_other_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Have the forward of `module` compute with `change` of each parameter."""
-    forward = module.forward
+class _OtherTensors(Forward):
+    """The forward of a module, computed with `change` of each parameter."""
 
-    def forward_with_other_tensors(*args: object, **kwargs: object) -> Any:
+    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(module)
+        self.change = change
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        module: Any = self.module
         parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-        used: dict[str, Any] = {name: change(parameter) for name, parameter in parameters.items()}
+        used: dict[str, Any] = {name: self.change(parameter) for name, parameter in parameters.items()}
         # Under compile a change of the module would leave a checkpointed layer to eager.
-        if torch.compiler.is_compiling() and isinstance(forward, MethodType):
-            return forward.__func__(_WithTensors(module, used), *args, **kwargs)
+        if torch.compiler.is_compiling() and self.inner is None:
+            return type(module).forward(_WithTensors(module, used), *args, **kwargs)
         # A plain tensor may be where a Parameter was while forward runs; both are put back even when recomputation
         # stops early.
         module._parameters.update(used)
         try:
-            return forward(*args, **kwargs)
+            return self.call(*args, **kwargs)
         finally:
             module._parameters.update(parameters)
-
-    module.forward = forward_with_other_tensors
 
 
 class SummedGradients(ParallelStyle):
@@ -358,7 +361,7 @@ class SummedGradients(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _use_other_tensors(module, lambda parameter: _summed(parameter, device_mesh))
+        _OtherTensors(module, partial(_summed, mesh=device_mesh)).put()
         return module
 
 
@@ -397,9 +400,13 @@ class InstalledStyle(ParallelStyle):
         style = copy.copy(self.style)
         if style.should_use_local_tensors(module):  # its own way leaves a checkpointed layer to eager under compile
             style.context_around_forward = lambda *_: nullcontext()
-            _use_other_tensors(module, lambda p: p.to_local() if isinstance(p, DTensor) else p)
+            _OtherTensors(module, _local).put()
         style.install_forward(module, device_mesh)
         return module
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 _IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_"})
@@ -490,16 +497,22 @@ class WholeFactor(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward = module.forward
-
-        def forward_like_input(x: Tensor) -> Tensor:
-            if not isinstance(x, DTensor):
-                return forward(x)
-            weight: Any = module.weight
-            return nn.functional.linear(x, DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False))
-
-        module.forward = forward_like_input
+        _LikeInput(module, device_mesh).put()
         return module
+
+
+class _LikeInput(Forward):
+    """The forward of a linear whose weight every rank of a mesh has whole: its output is a DTensor if its input is."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(module)
+        self.mesh = mesh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return self.call(x)
+        weight: Any = self.module.weight
+        return nn.functional.linear(x, DTensor.from_local(weight, self.mesh, [Replicate()], run_check=False))
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
