@@ -17,7 +17,7 @@ from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.layers import find_layers
 from nemo_like.offload import Offloader, offload_activations
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.handles import KeptHandle
+from nemo_like.offload.mover import Handle, kept
 from nemo_like.options import OffloadConfig
 
 # Attributes that models without `get_output_embeddings` call their output head.
@@ -68,7 +68,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """A context manager within which nothing is offloaded, whatever is active around it."""
 
     def __init__(self) -> None:
-        super().__init__(KeptHandle, KeptHandle.get)
+        super().__init__(kept, Handle.get)
 
 
 def get_lora_act_offloading_ctx_manager(
@@ -111,11 +111,9 @@ def get_lora_act_offloading_ctx_manager(
 
 def output_head(model: nn.Module) -> nn.Module | None:
     """The module that makes the model's outputs (logits), or None. Looks inside data-parallel and PEFT wrappers."""
-    inner = getattr(model, "module", model)
-    get_base = getattr(inner, "get_base_model", None)
-    inner = get_base() if callable(get_base) else inner
-    get_head = getattr(inner, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    inner: Any = getattr(model, "module", model)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     candidates = [head, *(getattr(inner, name, None) for name in _HEAD_NAMES)]
     return next((candidate for candidate in candidates if isinstance(candidate, nn.Module)), None)
 
@@ -140,8 +138,7 @@ class ActivationOffloadingMixin:
                 f"offload is {ours!r} and activation_offloading is {theirs!r} in the training arguments: both define "
                 "which tensors wait in CPU memory. Set one of the two."
             )
-        wanted = theirs or ours
-        self.offloading_setting = wanted if activation_offloading is None else activation_offloading
+        self.offloading_setting = (theirs or ours) if activation_offloading is None else activation_offloading
         if theirs:
             # TRL's trainers read the same setting and would put an offloader of their own inside ours.
             arguments.activation_offloading = False  # type: ignore[union-attr]
@@ -150,16 +147,13 @@ class ActivationOffloadingMixin:
         finally:
             if theirs:
                 arguments.activation_offloading = theirs  # type: ignore[union-attr]
-        self._prepare_offloading()
-
-    def _prepare_offloading(self) -> None:
-        self._offloaded_model: nn.Module | None = getattr(self, "model", None)
-        self.activation_offload_context = offloading_context(self._offloaded_model, self.offloading_setting)
+        self.activation_offload_context = offloading_context(getattr(self, "model", None), self.offloading_setting)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
         """The trainer's own step, inside the context."""
-        if getattr(self, "model", None) is not self._offloaded_model:
-            self._prepare_offloading()  # `model_init` built another model since
+        if getattr(self.activation_offload_context, "model", self.model) is not self.model:  # type: ignore[attr-defined]
+            # `model_init` built another model since
+            self.activation_offload_context = offloading_context(self.model, self.offloading_setting)  # type: ignore[attr-defined]
         with self.activation_offload_context:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 

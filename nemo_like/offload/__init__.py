@@ -1,5 +1,6 @@
 """Host placement: tensors that autograd or an engine keeps for backward wait in CPU memory. Needs torch alone."""
 
+from nemo_like.offload.mover import OffloadStats
 from nemo_like.offload.offloader import (
     HostPolicy,
     Offloader,
@@ -9,7 +10,6 @@ from nemo_like.offload.offloader import (
     offloader_of,
     placed_on_host,
 )
-from nemo_like.offload.stays import OffloadStats
 
 __all__ = [
     "HostPolicy",

@@ -72,8 +72,11 @@ def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Bac
     """Return the accelerator's back end where there is an accelerator, else the CPU's."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-        return Backend(device, pin_memory=pin_memory, use_streams=use_streams)
+        return Backend(
+            torch.device(accelerator.type, torch.accelerator.current_device_index()),
+            pin_memory=pin_memory,
+            use_streams=use_streams,
+        )
     warn_once(
         "Offloading was requested and there is no accelerator: tensors are copied within CPU memory, which saves none. "
         "That is of use for tests only."

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -21,27 +20,30 @@ import torch
 from torch import nn
 
 from nemo_like._util.forwards import Forward, Place, is_compiled, step_of
+from nemo_like._util.live_bytes import storages_of
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import check_model
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs
-from nemo_like.activation_checkpointing.checkpointed import Checkpointed, is_checkpointed, regions_in
+from nemo_like.activation_checkpointing.checkpointed import is_checkpointed, regions_in
 from nemo_like.activation_checkpointing.engine import is_recomputing
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.offload import stays
-from nemo_like.offload.backends import Backend, default_backend
-from nemo_like.offload.handles import ChosenHandle, Handle, HostHandle, KeptHandle, SubclassHandle, guard_of
-from nemo_like.offload.mover import HostCopy, Mover
-from nemo_like.offload.stays import OffloadStats, is_wrapper_subclass, take_apart
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.mover import ChosenHandle, Handle, HostCopy, Mover, OffloadStats, guard_of, kept
 from nemo_like.options import OffloadConfig
-from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 from nemo_like.torch_compat import (
+    OffloadWrapper,
+    base_of,
     innermost_saved_tensor_hooks,
     left_to_python,
     version_of,
 )
+
+PARAMETER = "a parameter, or a view of one"
+LAST_LAYER = "where backward starts (the last layer, or layers left out, and the code after them)"
+PART = "less than half of its storage"
 
 
 def offload_activations(
@@ -97,15 +99,17 @@ class Offloader:
         left_out: Sequence[nn.Module] = (),
         backend: Backend | None = None,
         use_streams: bool = True,
-        max_inflight_copies: int | None = None,
+        max_inflight_copies: float = float("inf"),
     ) -> None:
         if model is not None:
             check_model(model)
         self.config, self.model, self.layers, self.left_out = config, model, list(layers), list(left_out)
-        default = partial(default_backend, pin_memory=config.pin_memory, use_streams=use_streams)
-        self._mover = Mover(default if backend is None else lambda: backend, config, max_inflight_copies)
+        self._mover = Mover(backend, config, use_streams, max_inflight_copies)
         self.stats = self._mover.stats
-        self._known = stays.KnownStorages()
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+        """Storages that never move, with the reason; not kept alive."""
+        self._shapes: set[tuple[int, ...]] = set()
+        """Sizes of known parameters of more than 16 bits."""
         self._inputs: set[torch.UntypedStorage] | None = None  # the storages that may move; None: any
         self._resting = False  # True: backward will start with tensors saved now.
         self._chosen: Callable[[], ChosenHandle | None] = lambda: None  # the tensor last chosen, if it is still wanted
@@ -117,9 +121,11 @@ class Offloader:
         with torch.no_grad():
             self.start_chosen()
             if torch.compiler.is_compiling():
-                return KeptHandle(tensor)
+                return kept(tensor)
             tensor = _resolved(tensor)
-            reason = self._reason_to_stay(tensor)
+            reason = LAST_LAYER if self._resting else self._weight(tensor)
+            if reason is None and self._inputs is not None and self._inputs.isdisjoint(storages_of(tensor)):
+                reason = "not a layer's input"
             return self._keep(tensor, reason) if reason else self._move(tensor, (version_of(tensor),), guarded=True)
 
     @staticmethod
@@ -128,58 +134,83 @@ class Offloader:
         """The tensor that `handle` replaces."""
         return handle.get()
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The bare pair of hooks, for one ``with``."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+    def _learn(self, module: nn.Module) -> None:
+        """Remember the parameters and buffers that `module` has now (FSDP2 puts others in place around a forward)."""
+        self._shapes.update(tuple(sorted(p.shape)) for p in module.parameters() if p.element_size() > 2)
+        for reason, tensors in ((PARAMETER, module.parameters()), ("a buffer of the model", module.buffers())):
+            self._known.update((storage, reason) for storage in storages_of(list(tensors)))
 
-    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
-        """Return the reason why all of a saved tensor stays, known before it is taken apart."""
-        if self._resting:
-            return stays.LAST_LAYER
-        if stays.is_parameter(tensor):
-            return stays.PARAMETER
-        if stays.is_autocast_copy(tensor, self._known):
-            return "autocast's copy of a weight"
-        is_other = self._inputs is not None and self._inputs.isdisjoint(stays.storages_of(tensor))
-        return "not a layer's input" if is_other else None
+    def _weight(self, tensor: torch.Tensor) -> str | None:
+        """Return the reason to stay of a parameter, of another leaf that is trained, and of a view of either; of the
+        low-precision copy of a weight that autocast made for one operator, and of a view of it.
 
-    def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
-        self.stats.keep(reason, sum(storage.nbytes() for storage in stays.storages_of(tensor)))
-        return KeptHandle(tensor)
+        A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
+        graph, and inside an operator it is not known whether autocast is on. So a 16-bit tensor without a gradient, in
+        the shape of a known parameter of more bits, is taken for one; any matrix, where no parameter is known.
+        """
+        base = base_of(tensor)
+        source = tensor if base is None else base
+        if any(isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad) for each in (tensor, source)):
+            return PARAMETER
+        cast = source.grad_fn
+        if cast is not None:
+            leaves = (getattr(node, "variable", None) for node, _ in cast.next_functions)  # AccumulateGrad has its leaf
+            copied = cast.name().startswith("ToCopyBackward") and any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        else:
+            like_weight = tuple(sorted(source.shape)) in self._shapes if self._known else source.dim() == 2
+            copied = tensor.dtype in (torch.bfloat16, torch.float16) and not tensor.requires_grad and like_weight
+        return "autocast's copy of a weight" if copied else None
 
-    def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
+    def _keep(self, tensor: torch.Tensor, reason: str) -> Handle:
+        self.stats.kept_bytes[reason] += sum(storage.nbytes() for storage in storages_of(tensor))
+        self.stats.kept_count[reason] += 1
+        return kept(tensor)
+
+    def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool = False) -> Handle:
         """A handle for `tensor`, whose contents `version` tells from others of its storage (see `Mover.offload`)."""
-        if not is_wrapper_subclass(tensor):
+        if not hasattr(tensor, "__tensor_flatten__"):
             return self._move_plain(tensor, version, guarded)
         # The inner tensors of a wrapper subclass move, and how to put it together again is kept. An operator that
         # changes it in place need not show in its inner tensors' versions: the outer ones count too.
-        inner, context = take_apart(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}  # tensors, and for a DTensor its mesh
         for name, value in inner.items():
             if isinstance(value, torch.Tensor):
                 value = _resolved(value)
-                inner[name] = self._move(value, (*version, version_of(value)), False)
+                inner[name] = self._move(value, (*version, version_of(value)))
         copies = [copy for value in inner.values() if isinstance(value, Handle) for copy in value.copies]
         if not copies:
-            return KeptHandle(tensor)
+            return kept(tensor)
         kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
-        def rebuilt(values: dict[str, Any]) -> torch.Tensor:
+        def rebuilt(_: Handle) -> torch.Tensor:
+            values = {name: value.get() if isinstance(value, Handle) else value for name, value in inner.items()}
             return kind.__tensor_unflatten__(values, context, shape, stride)  # type: ignore[attr-defined]
 
-        return SubclassHandle(rebuilt, inner, copies, guard_of(tensor) if guarded else None)
+        handle = Handle(rebuilt, tensor, guard_of(tensor) if guarded else None)
+        handle.copies = copies
+        return handle
 
     def _move_plain(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
-        problem = stays.unsupported(tensor)
-        if problem is not None:
-            warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
-            return self._keep(tensor, f"unsupported: {problem}")
         reason = self._reason_of_part(tensor, version)
         if reason is not None:
             return self._keep(tensor, reason)
-        copy = self._mover.offload(tensor.untyped_storage(), version)
+        mover, dtype, conjugate = self._mover, tensor.dtype, tensor.is_conj()
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def read(handle: Handle) -> torch.Tensor:
+            data = mover.fetch(handle.copies[0], handle)
+            data = data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
+            # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
+            back = data.as_strided(*place)
+            return back.conj() if conjugate else back
+
+        handle = Handle(read, tensor, guard_of(tensor) if guarded else None)
+        copy = mover.offload(tensor.untyped_storage(), version, handle)
         if isinstance(copy, HostCopy):
-            return HostHandle(tensor, copy, guard_of(tensor) if guarded else None)
+            handle.copies = [copy]
+            return handle
         warn_once(
             f"Offloading keeps tensors on the device from here on, where they do not fit: {copy}.",
             key="offload-refused",
@@ -187,56 +218,58 @@ class Offloader:
         return self._keep(tensor, "refused by the host: " + copy.split(" of ")[0])
 
     def _reason_of_part(self, tensor: torch.Tensor, version: tuple[Any, ...]) -> str | None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return f"unsupported: {a_or_an(tensor)}, which does not define how to take it apart (__tensor_flatten__)"
+        if tensor.layout != torch.strided:
+            return f"unsupported: its layout is {tensor.layout}"
+        if tensor.is_quantized or tensor.is_neg():
+            return "unsupported: it is quantised by torch.quantize_*, or a lazily negated view"
         storage = tensor.untyped_storage()
-        if tensor.numel() == 0:
-            return "empty"
         if tensor.device != self._mover.backend.device:
             return "on the host already" if tensor.device.type == "cpu" else f"on {tensor.device}"
-        if storage in self._known.storages:
-            return self._known.storages[storage]
-        if storage.nbytes() < self.config.min_bytes:
+        if storage in self._known:
+            return self._known[storage]
+        if storage.nbytes() < max(1, self.config.min_bytes):
             return "smaller than min_bytes"
-        return None if stays.spans_half(tensor) or self._mover.find(storage, version) else stays.PART
+        return None if spans_half(tensor) or self._mover.find(storage, version) else PART
 
+    @torch.no_grad()
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
         """As `pack`, for an operator's output that an engine chose."""
-        with torch.no_grad():
-            self.start_chosen()
-            if self._resting:
-                return ChosenHandle(tensor, partial(self._keep, reason=stays.LAST_LAYER))
-            handle = ChosenHandle(tensor, partial(self._move, version=(version_of(tensor),), guarded=False))
-            self._chosen = weakref.ref(handle)
-            return handle
+        self.start_chosen()
+        keep, version = partial(self._keep, reason=LAST_LAYER), (version_of(tensor),)
+        handle = ChosenHandle(tensor, keep if self._resting else partial(self._move, version=version))
+        self._chosen = weakref.ref(handle)
+        return handle
 
+    @torch.no_grad()
     def start_chosen(self) -> None:
         """Move the tensor last chosen, if it is still wanted."""
-        chosen, self._chosen = self._chosen(), lambda: None
+        chosen = self._chosen()
         if chosen is not None:
-            with torch.no_grad():
-                chosen.start()
+            chosen.start()
 
     def prefetch(self, handle: Any) -> None:
-        """Start the way back of a tensor that `to_host` took."""
-        handle.prefetch()
+        """Nothing to start: with the first tensor of a layer that is asked for, the others come back."""
 
+    @torch.no_grad()
     def before_change(self, handle: Any) -> None:
         """The tensor that `to_host` took is about to be changed in place: the taken values stay as they are."""
-        with torch.no_grad():
-            handle.before_change()
+        handle.before_change()
 
     def __enter__(self) -> Offloader:
         stack = ExitStack()
         if self.config.mode != "none":
             self.refuse_inside_checkpointing()
             if self.model is not None:
-                self._known.learn(self.model)
+                self._learn(self.model)
             self._resting = False
-            self._inputs = None if self.config.mode == "all" else set()
+            self.leave_layer()
             for module in dict.fromkeys([*self.layers, *self.left_out, *([] if self.model is None else [self.model])]):
                 stack.callback(module.register_forward_pre_hook(self._enter_module, with_kwargs=True).remove)
             if self.config.mode != "boundary":
-                stack.callback(keep_as_before, keep_on_host(self.layers, self))
-            stack.enter_context(self.hooks())
+                keep_on_host(self.layers, self, stack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
         self._contexts.append(stack)
         return self
 
@@ -255,10 +288,12 @@ class Offloader:
 
     def enter_layer(self, layer: nn.Module, args: object, kwargs: object) -> None:
         """Assign tensors saved from here on to `layer`, which is called with these arguments."""
-        self._known.learn(layer)
-        everything = moves_everything(layer, self.config.mode)
-        storages = [each for tensor in tensors_in((args, kwargs)) for each in stays.storages_of(tensor)]
-        self._inputs = None if everything else set(storages)
+        self._learn(layer)
+        # Outside of regions, "saved" moves more than inputs where a layer is compiled, or checkpointed in pieces: only
+        # these tensors are saved then.
+        kept_alone = is_compiled(layer) or (not is_checkpointed(layer) and bool(regions_in(layer)))
+        everything = self.config.mode == "all" or (self.config.mode == "saved" and kept_alone)
+        self._inputs = None if everything else set(storages_of((args, kwargs)))
         self._mover.open_group()
 
     def leave_layer(self) -> None:
@@ -267,7 +302,9 @@ class Offloader:
         self._inputs = None if self.config.mode == "all" else set()
 
     def enclose(self, module: nn.Module) -> None:
-        """Take the tensors that `module` saves from now on."""
+        """Take the tensors that `module` saves from now on, and those that regions in it keep."""
+        if self.config.mode != "boundary":
+            keep_on_host([module], self, ExitStack())
         Offloading(module, self).put()
 
     def refuse_inside_checkpointing(self) -> None:
@@ -296,6 +333,19 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[attr-defined]
 
 
+def spans_half(tensor: torch.Tensor) -> bool:
+    """Return whether a plain strided tensor reaches over half of its storage or more, from its first byte to its last.
+
+    Below that it stays: its storage would go as a whole, and may be alive for other reasons (a batch of a data set).
+
+    >>> table = torch.zeros(8, 4)
+    >>> spans_half(table[:4]), spans_half(table[:3]), spans_half(table[:, :1])
+    (True, False, True)
+    """
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool((int(last) + 1) * tensor.element_size() * 2 >= tensor.untyped_storage().nbytes())
+
+
 class HostPolicy:
     """Another policy whose kept outputs wait on the host instead of on the device."""
 
@@ -316,42 +366,16 @@ class HostPolicy:
         return on_host
 
 
-def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[Checkpointed, Policy, Any]]:
-    """Let the layers' regions keep their outputs on the host; return the former settings, for `keep_as_before`."""
-    changed: list[tuple[Checkpointed, Policy, Any]] = []
+def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader, undo: ExitStack) -> None:
+    """Let the layers' regions keep their outputs on the host, until `undo` is closed."""
     for region in regions_in(*layers):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
         if not region.policy.keeps_nothing and not is_compiled(region.module):
-            changed.append((region, region.policy, region.transfer))
-            if not isinstance(region.policy, HostPolicy):
-                region.policy = HostPolicy(region.policy)
-            region.transfer = transfer
-    return changed
-
-
-def keep_as_before(changed: Iterable[tuple[Checkpointed, Policy, Any]]) -> None:
-    """Undo `keep_on_host`."""
-    for region, policy, transfer in changed:
-        region.policy, region.transfer = policy, transfer
-
-
-def moves_everything(layer: nn.Module, mode: str) -> bool:
-    """Return whether all that `layer` saves outside of regions is to move, and not only its arguments.
-
-    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: only these tensors are saved.
-    """
-    if mode != "saved" or is_compiled(layer):
-        return mode != "boundary"
-    return not is_checkpointed(layer) and bool(regions_in(layer))
+            undo.callback(vars(region).update, policy=region.policy, transfer=region.transfer)
+            region.policy, region.transfer = HostPolicy(region.policy), transfer
 
 
 # Offloading put on a model's layers, for good, as `parallelize(..., offload=...)` does.
-
-
-_NOTHING_SAVED = (
-    "offload='saved' moves tensors that activation checkpointing keeps, and ac is 'none' or leaves every layer out: no "
-    "layer is checkpointed. Use ac='selective' (or another mode), or offload='all'."
-)
 
 
 class Offloading(Forward):
@@ -372,7 +396,7 @@ class Offloading(Forward):
         self.offloader.refuse_inside_checkpointing()
         self.offloader.enter_layer(self.module, args, kwargs)
         try:
-            with self.offloader.hooks():
+            with torch.autograd.graph.saved_tensors_hooks(self.offloader.pack, self.offloader.unpack):
                 return self.call(*args, **kwargs)
         finally:
             self.offloader.leave_layer()
@@ -404,35 +428,28 @@ def apply_offloading(
         TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
             where nothing is checkpointed. Nothing has been changed then.
     """
-    check_model(model)
-    config = OffloadConfig.of(config, default="saved")
-    offloader = Offloader(config, backend=backend)
+    offloader = Offloader(OffloadConfig.of(config, default="saved"), backend=backend)
     names = names_in(model, layers)
-    if config.mode == "none":
+    if offloader.config.mode == "none":
         return offloader
     if not layers:
         raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
-    if any(isinstance(m, TorchOffloadWrapper) or step_of(m, Offloading) for layer in layers for m in layer.modules()):
+    if any(isinstance(m, OffloadWrapper) or step_of(m, Offloading) for layer in layers for m in layer.modules()):
         raise ValueError(
             "One of the layers has offloading already: its tensors would be moved twice. Apply offloading once."
         )
-    if config.mode == "saved" and not regions_in(*layers):
-        raise ValueError(_NOTHING_SAVED)
-    moved = _moved(names)
-    if config.mode in ("saved", "all"):
-        keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
-    apply_specs(model, _placements(moved, offloader), without_cache=False)
+    apply_specs(model, _placements(names, offloader, regions_in(*layers)), without_cache=False)
     return offloader
 
 
 def placed_on_host(
-    specs: Iterable[CheckpointSpec],
+    specs: Sequence[CheckpointSpec],
     layers: Sequence[str],
     config: OffloadConfig,
     *,
     backend: Backend | None = None,
 ) -> list[CheckpointSpec]:
-    """Return `specs` whose kept outputs wait on the host, and a placement for each of `layers` but the last.
+    """Return `specs`, and a placement for each of `layers` but the last: kept outputs of regions there wait on the host.
 
     Args:
         specs: the regions in these layers.
@@ -442,30 +459,19 @@ def placed_on_host(
     Raises:
         ValueError: ``saved`` where nothing is checkpointed.
     """
-    specs = list(specs)
-    if config.mode == "saved" and not specs:
-        raise ValueError(_NOTHING_SAVED)
-    offloader = Offloader(config, backend=backend)
-    moved = _moved(layers)
-
-    def on_host(spec: CheckpointSpec) -> CheckpointSpec:
-        inside = all(any(m == name or m.startswith(f"{name}.") for name in moved) for m in spec.members)
-        if config.mode == "boundary" or not inside or not spec.keeps_something:
-            return spec
-        assert spec.policy is not None
-        return dataclasses.replace(spec, policy=HostPolicy(spec.policy), transfer=offloader)
-
-    return [on_host(spec) for spec in specs] + _placements(moved, offloader)
+    return [*specs, *_placements(layers, Offloader(config, backend=backend), specs)]
 
 
-def _moved(layers: Sequence[str]) -> list[str]:
+def _placements(layers: Iterable[str], offloader: Offloader, regions: Sequence[object]) -> list[CheckpointSpec]:
     """All but the last: backward starts with that one, so its tensors would only go and come."""
+    if offloader.config.mode == "saved" and not regions:
+        raise ValueError(
+            "offload='saved' moves tensors that activation checkpointing keeps, and ac is 'none' or leaves every layer out: "
+            "no layer is checkpointed. Use ac='selective' (or another mode), or offload='all'."
+        )
     names = list(dict.fromkeys(layers))
-    return names[:-1] if len(names) > 1 else names
-
-
-def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointSpec]:
-    return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in layers]
+    moved = names[:-1] if len(names) > 1 else names
+    return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in moved]
 
 
 def offloader_of(model: nn.Module) -> Offloader | None:

@@ -20,9 +20,8 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.offload import apply_offloading, handles, mover, offload_activations, offloader_of
+from nemo_like.offload import Offloader, apply_offloading, mover, offload_activations, offloader_of
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.handles import HostHandle
 from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
 from tests.gpusim.device import NAME, Device, RaceError
@@ -413,7 +412,7 @@ def how_it_shows(device: Device, name: str) -> str:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
     """Copy to the host without waiting for the operator that makes the bytes."""
-    edit(patch, Mover, "_copy_out", ("backend.copies.wait_event(backend.record(copy.stream))", "pass"))
+    edit(patch, Mover, "offload", ("backend.copies.wait_event(backend.record(copy.stream))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -425,7 +424,7 @@ def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """Take an event of the current stream for the end of a copy to the host."""
-    edit(patch, Mover, "_copy_out", (WRITTEN, "copy.written = backend.record(copy.stream)"))
+    edit(patch, Mover, "offload", (WRITTEN, "copy.written = backend.record(copy.stream)"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -438,7 +437,7 @@ def copy_back_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None
 def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy to the host before it."""
     copy = "backend.copy(host, bytes_of(storage), backend.copies)"
-    edit(patch, Mover, "_copy_out", (WRITTEN, "pass"), (copy, f"{WRITTEN}; {copy}"))
+    edit(patch, Mover, "offload", (WRITTEN, "pass"), (copy, f"{WRITTEN}; {copy}"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -451,7 +450,7 @@ def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
     """Hold no storage that a copy to the host reads."""
-    edit(patch, Mover, "_copy_out", ("self._inflight.append((copy.written, storage, nbytes))", "pass"))
+    edit(patch, Mover, "offload", ("self._inflight.append((copy.written, storage, nbytes))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -512,14 +511,14 @@ def changed_source_is_read(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "bytes")
 def host_memory_is_let_go_after_the_copy_out(patch: pytest.MonkeyPatch) -> None:
     """Keep no CPU memory when the copy to it has been started."""
-    edit(patch, Mover, "_copy_out", (WRITTEN, f"{WRITTEN}; copy.host = backend.host_memory(nbytes)"))
+    edit(patch, Mover, "offload", (WRITTEN, f"{WRITTEN}; copy.host = backend.host_memory(nbytes)"))
 
 
 @shown_by("two graphs", "bytes")
 def host_memory_is_let_go_after_one_backward(patch: pytest.MonkeyPatch) -> None:
     """Keep no CPU memory when all readers have had it once, and bring it back in the second round."""
-    read = "copy.buffer, copy.was_read = None, True"
-    edit(patch, Mover, "fetch", (read, f"{read}; copy.host = backend.host_memory(copy.nbytes)"))
+    read = "copy.buffer = None  # all have read"
+    edit(patch, Mover, "fetch", (read, f"copy.host = backend.host_memory(copy.host.numel()); {read}"))
 
 
 @shown_by("streams in turn", "bytes")
@@ -534,7 +533,7 @@ def host_memory_has_two_copies(patch: pytest.MonkeyPatch) -> None:
 def copy_of_another_version_is_shared(patch: pytest.MonkeyPatch) -> None:
     """Take what a storage held before a change in place for what it holds after it."""
     offload = Mover.offload
-    patch.setattr(Mover, "offload", lambda self, storage, version: offload(self, storage, (0,)))
+    patch.setattr(Mover, "offload", lambda self, storage, version, reader: offload(self, storage, (0,), reader))
 
 
 @shown_by("all, 1 bytes on their way", "bytes")
@@ -553,13 +552,13 @@ def write_into_a_buffer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 @shown_by("slices", "bytes")
 def part_is_read_from_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
     """Read each view from the start of its storage."""
-    edit(patch, HostHandle, "get", ("*self.place)", "*self.place[:2], 0)"))
+    edit(patch, Offloader, "_move_plain", ("*place)", "*place[:2], 0)"))
 
 
 @shown_by("a change in place", "bytes")
 def change_in_place_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """Compare no version counter when a tensor is asked for."""
-    patch.setattr(handles, "_refuse_change", lambda *_: None)
+    patch.setattr(mover, "_refuse_change", lambda *_: None)
 
 
 @shown_by("an offloader that goes away", "race")

@@ -21,7 +21,7 @@ from nemo_like.integrations import (
 from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.stays import LAST_LAYER
+from nemo_like.offload.offloader import LAST_LAYER
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
 from tests.checks import assert_bitwise
@@ -402,7 +402,7 @@ def test_the_defaults_are_the_contracts() -> None:
     assert isinstance(context, OffloadActivations)
     assert (context.config.mode, context.config.min_bytes, context.config.pin_memory) == ("all", 1024, True)
     assert context._mover.max_inflight_copies == 5
-    assert context._mover._make_backend.keywords == {"pin_memory": True, "use_streams": True}
+    assert context._mover._use_streams is True
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])

@@ -43,7 +43,7 @@ EAGER = (
     "selective + offload saved",
     "torch: save_on_cpu",
 )
-STATS = ("moved_bytes", "offload_stalls", "reload_stalls", "prefetched", "reloads", "host_peak_live_bytes")
+STATS = ("moved_bytes", "prefetched", "reloads", "host_live_bytes")
 PLANNED = ("none", "full", "selective", "50%")
 SHORT = ("none", "full", "selective", "torch: checkpoint per layer", "torch: selective, same operators")
 """Of rows so short that the host is the bottleneck."""
