@@ -194,7 +194,7 @@ def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:
     why = f" {inputs.missing[0].upper()}{inputs.missing[1:]}." if inputs.missing else ""
     words = (
         f"Left out: {query.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
-        "From Python: predict(model, sample_input=...)."
+        "To plan them, give a --model module:function that returns (model, sample)."
     )
     return f"\n{paragraph(words, width)}\n"
 

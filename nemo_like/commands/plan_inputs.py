@@ -33,7 +33,9 @@ def query_with_inputs(
     """
     sample, inputs = _input(model, source, args, _media(args), predicted=True)
     if inputs.missing and _asked(args):
-        raise ValueError(f"{args.model}: {inputs.missing}. From Python: plan_for(model, budget, sample_input).")
+        raise ValueError(
+            f"{args.model}: {inputs.missing}. Give a --model module:function that returns (model, sample)."
+        )
     beside = inputs.tensors.keys() - {"input_ids", "labels"}
     if not beside and not args.input_shape:
         _refuse_media(args)
