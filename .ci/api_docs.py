@@ -34,7 +34,7 @@ from nemo_like.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-NOT_PUBLIC = {"bench", "cli", "commands", "recipes", "torch_compat"}
+NOT_PUBLIC = {"cli", "commands", "comparison", "recipes", "torch_compat"}
 """Programs, and the private names of torch."""
 FIRST = (
     "parallelize",

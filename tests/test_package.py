@@ -100,7 +100,7 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(nemo_like, name).__doc__ for name in nemo_like.__all__)
 
 
-@pytest.mark.parametrize("name", ["nemo_like", "nemo_like.planning", "nemo_like.bench"])
+@pytest.mark.parametrize("name", ["nemo_like", "nemo_like.planning"])
 def test_the_names_of_a_stub_are_there_at_run_time(name: str) -> None:
     """Type checkers and editors read the stub; so does the package."""
     package = importlib.import_module(name)

@@ -61,8 +61,8 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["bench", "--budgets", "foo"], "'foo'"),
-        (["bench", "--compile", "cudagraphs"], "'cudagraphs'"),
+        (["profile", "--model", "llama-tiny", "--modes", "full,selektive"], "Did you mean 'selective'"),
+        (["profile", "--model", "llama-tiny", "--modes", "full+compile=cudagraphs"], "'cudagraphs'"),
         (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )
@@ -76,8 +76,7 @@ def test_a_wrong_option_of_a_command_is_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("bench --device tpu", "device is 'tpu'"),
-        ("bench --device xla:99", "device is 'xla:99'"),
+        ("profile --model llama-tiny --modes full --device xla:99", "device is 'xla:99'"),
         ("profile --model llama-tiny --device tpu", "device is 'tpu'"),
         (
             "profile --model llama-tiny --input-shape 3,4 --batch-size 1",
@@ -106,7 +105,7 @@ def test_a_command_says_what_is_wrong_in_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("command", ["bench --device cuda", "profile --model llama-tiny --device cuda"])
+@pytest.mark.parametrize("command", ["profile --model llama-tiny --device cuda"])
 def test_a_device_that_is_not_there_is_said_to_be_missing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 2
     assert "torch sees 0 CUDA device(s)" in capsys.readouterr().err
@@ -274,14 +273,13 @@ _COMMANDS = {
         f"{command} --model meta-llama/Llama-3.1-8B": "'meta-llama/Llama-3.1-8B' looks like a Hub name, and nothing is "
         "downloaded here. Get its config first: hf download meta-llama/Llama-3.1-8B config.json --local-dir DIR, then "
         "--model DIR."
-        for command in ("layers", "plan", "fit --gpus 1", "bench", "profile")
+        for command in ("layers", "plan", "fit --gpus 1", "profile")
     },
     f"layers --model {Path(__file__).parent}": f"{Path(__file__).parent}' is a folder without a config.json",
     "layers --model missing/config.json": "is not a preset",
     "layers --model math:pi": "Model 'math:pi' is a float; it must be a function",
     # Lengths, sizes, words.
     f"profile {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
-    f"bench {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "imbalance is 1.5, and ep is 1: every rank has all experts",
     f"plan {_TINY} --imbalance 0.5 --ep 2 --gpus 2": "--imbalance is 0.5; it must be a finite number >= 1",
@@ -295,23 +293,23 @@ _COMMANDS = {
     f"plan {_TINY} --host --host-memory 64": "--host-memory is '64', without a unit. Write '64GiB'.",
     f"fit {_TINY} --gpus 1 --memory 70": "memory is '70', without a unit. Write '70GiB'.",
     f"profile {_TINY} --budget 2": "--budget is '2', without a unit. Write '2GiB'.",
-    "bench --budgets 40": "--budgets is '40', without a unit. Write '40GiB' or '40%'.",
+    f"profile {_TINY} --modes 40": "'40', without a unit. Write '40GiB' or '40%'.",
     f"profile {_TINY} --budget much": "--budget is 'much', which is not a number of bytes",
-    "bench --threads 0": "threads is 0; it must be a whole number >= 1",
+    f"profile {_TINY} --runs 0": "--runs is 0; it must be a whole number >= 1",
     # Files that are written late.
     **{
         f"{command} {option} /nonexistent/x.json": f"{option} names a file in '/nonexistent', which is not an existing"
         for command, options in (
             (f"plan {_TINY}", ("json", "save")), (f"plan {_TINY} --pp 2 --gpus 2", ("json", "save")),
-            (f"fit {_TINY} --gpus 1", ("json", "save")), ("bench", ("json",)),
+            (f"fit {_TINY} --gpus 1", ("json", "save")), (f"profile {_TINY}", ("json",)),
         )
         for option in (f"--{name}" for name in options)
     },
     f"plan {_TINY} --json {{folder}}": "--json is '{folder}', which is a folder",
     # Options that nothing reads.
     f"fit {_TINY} --gpus 1 --ac none full --save {{folder}}/x": "--save writes a plan, and --ac is none full",
-    "bench --modes none full --budgets 50%": "--budgets has '50%', and nothing reads it: --modes leaves 'budget 50%' out",
-    "bench --input-shape 2,3 --seq-len 4": "--seq-len is 4, and nothing reads it: --input-shape is the whole input",
+    f"profile {_TINY} --modes none,full --budget 2GB": "--budget is '2GB', and nothing reads it: --modes measures whole",
+    f"profile {_TINY} --strategy ddp": "--strategy is 'ddp', and nothing reads it: layers are measured on one device",
     f"plan {_TINY} --balance memory": "--balance is 'memory', and nothing reads it: without --pp above 1",
     f"plan {_TINY} --pp-schedule gpipe": "--pp-schedule is 'gpipe', and nothing reads it",
     f"plan {_TINY} --sync last": "--sync is 'last', and nothing reads it",
@@ -322,7 +320,7 @@ _COMMANDS = {
     f"plan {_TINY} --vocab-size 8": "--vocab-size is 8, and nothing reads it: llama-tiny states its own, 256",
     f"plan {_TINY} --image-size 8": "--image-size is 8, and nothing reads it: llama-tiny takes text alone",
     f"plan --model {_HERE}:plain_decoder --vocab-size 8 --images 2": "--images is 2, and nothing reads it",
-    f"profile {_TINY} --json - --limit 3": "--limit is 3, and nothing reads it: --json - prints the whole profile",
+    f"profile {_TINY} --json - --limit 3": "--limit is 3, and nothing reads it: --json - prints everything",
     f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
     "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
     f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",

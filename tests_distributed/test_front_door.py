@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like import DDP, FSDP2, TensorParallel, parallelize
 from nemo_like.activation_checkpointing import is_checkpointed
-from nemo_like.bench import BenchOptions, compare_modes
+from nemo_like.comparison import compare
 from tests.checks import assert_bitwise, whole
 from tests.models.decoders import NAMES, batch, build, loss_of
 from tests_distributed.counting import CountCollectives
@@ -177,21 +177,18 @@ def test_ranks(rank: int, ranks: int, name: str, strategy: str, dp_replicate: in
     _compare(rank, name, strategy, dtype, dp_replicate)
 
 
-def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
-    modes = ("sequential", "torch: checkpoint per layer")
-    options = BenchOptions(
-        batch_size=1, seq_len=16, device="cpu", strategy=strategy, modes=modes, repeats=1, warmup=0, budgets=()
-    )
-    results = compare_modes(options)
+def _compared(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
+    sample = {"input_ids": batch(1), "labels": batch(1)}
+    results = compare(build("llama"), sample, ["sequential", "torch-full"], torch.device("cpu"), strategy, runs=1)
     assert results.about["ranks"] == world_size
     return [(row["mode"], row["gradients"]) for row in results.rows]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_bench_finds_the_same_gradients(strategy):
-    names = ["none", "sequential", "x torch: checkpoint per layer"]
-    assert run_ranks(2, _bench, strategy, timeout=120) == [[(name, "bitwise") for name in names]] * 2
+def test_a_comparison_finds_the_same_gradients(strategy):
+    names = ["none", "sequential", "torch-full"]
+    assert run_ranks(2, _compared, strategy, timeout=120) == [[(name, "bitwise") for name in names]] * 2
 
 
 class Branch(nn.Module):

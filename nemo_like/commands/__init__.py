@@ -20,8 +20,7 @@ GROUPS = {
     },
     "measure": {
         "profile": "measure the bytes that each layer of a model saves for backward and its time, and find the layers "
-        "to recompute for a budget",
-        "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
+        "to recompute for a budget; or compare modes side by side: time, bytes, FLOPs, gradients",
     },
     "train": JOBS,
 }

@@ -1,7 +1,10 @@
-"""`nemo-like profile`: the measured bytes and times of each layer of a model, from real runs of it."""
+"""`nemo-like profile`: the measured bytes and times of each layer of a model, or of training modes side by side."""
+
+from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
+from typing import TYPE_CHECKING
 
 from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.table import paragraph, screen_width
@@ -9,26 +12,42 @@ from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import parse_bytes, parse_dtype
 
+if TYPE_CHECKING:
+    from nemo_like.profiling import ProfileReport
+
 EXAMPLES = (
     "--model llama-small --seq-len 256 --budget 20MB",
     "--model mymodels:build --input-shape 8,3,32,32 --device cuda",
+    "--model llama-small --modes",
+    "--model llama-small --modes full,50%,selective+offload=saved,torch-selective --json modes.json",
 )
+MODES = "full,selective,submodule,sequential,50%,none+loss=chunked,torch-full,torch-selective"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
-    parser.add_argument("--batch-size", type=int, default=1, help="samples (default: 1)")
+    parser.add_argument("--batch-size", type=int, default=1, help="samples per step and rank (default: 1)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sample (default: 256)")
     parser.add_argument("--vocab-size", type=int, help=VOCAB_SIZE)
     parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
     parser.add_argument("--layers", nargs="+", help="names (globs) of the layers, instead of those found")
-    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
+    parser.add_argument("--device", help="cpu, or a CUDA device (default: this rank's GPU if there is one)")
     parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
-    parser.add_argument("--runs", type=int, default=3, help="measured runs (default: 3)")
+    parser.add_argument(
+        "--modes",
+        nargs="?",
+        const=MODES,
+        help="compare modes with none, instead of layers: words of ac= with commas between them, with +keyword=word of "
+        f"parallelize behind one, and PyTorch's own (without words: {MODES.replace('%', '%%')})",
+    )
+    parser.add_argument(
+        "--strategy", group="parallelism", choices=("single", "fsdp2", "ddp"), default="single", help="of --modes"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="measured steps, of each mode (default: 3)")
     parser.add_argument("--budget", help="also print layers to recompute for this peak, such as 2GB")
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--json", metavar="PATH", help="write the whole profile here, as JSON ('-': standard output)")
+    parser.add_argument("--json", metavar="PATH", help="write everything here, as JSON ('-': standard output)")
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -37,14 +56,17 @@ def first_line(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure; of the ranks that a launcher started, the first one prints."""
     import torch
 
     from nemo_like._util.tensors import describe, split_sample
     from nemo_like.activation_checkpointing.kv_sharing import disable_cache
     from nemo_like.commands.plan_inputs import sample_for
-    from nemo_like.distributed.launch import checked_device
+    from nemo_like.comparison import compare, keywords_of
+    from nemo_like.distributed.launch import checked_device, init_distributed, local_device, rank, shutdown, world_size
+    from nemo_like.job import Job
     from nemo_like.models import resolve_model
-    from nemo_like.profiling import MemoryProfiler, recommend
+    from nemo_like.profiling import MemoryProfiler
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
@@ -55,33 +77,56 @@ def run(args: argparse.Namespace) -> int:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     check_writable("--json", args.json)
     if args.json == "-":
-        refuse_unread(args, ["limit", "budget", "wide"], "--json - prints the whole profile, and nothing else.")
-    checked_device(args.device)
-    source = resolve_model(args.model)
-    torch.manual_seed(0)
-    model, source = source.built(device=args.device, dtype=dtype)
-    sample = sample_for(source, args, args.device, dtype)
-    disable_cache(model)  # training does not use a key-value cache; it would count as activations
-    profiler = MemoryProfiler(model, args.device, layers=args.layers)
-    try:
-        report = profiler.profile(sample, args.runs)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"a step of {args.model} failed on the sample input ({describe(*split_sample(sample))}): {error}. Give its "
-            "input with --seq-len and --batch-size, or --input-shape."
-        ) from error
-    width = None if args.wide else screen_width()
-    write_text(args.json, report.to_json())
-    if args.json == "-":
-        return 0
-    last = f"Next: nemo-like bench --model {args.model}, which measures every mode."
+        refuse_unread(args, ["limit", "budget", "wide"], "--json - prints everything, and nothing else.")
+    if args.modes is None:
+        refuse_unread(args, ["strategy"], "layers are measured on one device.")
+    else:
+        refuse_unread(args, ["layers", "limit", "budget"], "--modes measures whole steps.")
+        for mode in args.modes.split(","):
+            Job.of(args.strategy, **keywords_of(mode))
+    device = local_device() if args.device is None else checked_device(args.device)
+    with contextlib.ExitStack() as stack:
+        if args.modes is not None and world_size() > 1:
+            device = init_distributed(device.type)
+            stack.callback(shutdown)
+        source = resolve_model(args.model)
+        torch.manual_seed(0)
+        model, source = source.built(device=device, dtype=dtype)
+        sample = sample_for(source, args, str(device), dtype)
+        disable_cache(model)  # training does not use a key-value cache; it would count as activations
+        step = describe(*split_sample(sample))
+        width = None if args.wide else screen_width()
+        try:
+            if args.modes is None:
+                profile = MemoryProfiler(model, device, layers=args.layers).profile(sample, args.runs)
+                json, text = profile.to_json(), _layers_text(args, profile, budget, width)
+            else:
+                compared = compare(model, sample, args.modes.split(","), device, args.strategy, args.runs)
+                compared.about.update(model=args.model, step=step)
+                json, text = compared.to_json(), compared.text(width)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"a step of {args.model} failed on the sample input ({step}): {error}. Give its input with --seq-len and "
+                "--batch-size, or --input-shape."
+            ) from error
+        if rank() == 0:
+            write_text(args.json, json)
+            if args.json != "-":
+                print(text)
+    return 0
+
+
+def _layers_text(args: argparse.Namespace, report: ProfileReport, budget: int | None, width: int | None) -> str:
+    from nemo_like.profiling import recommend
+
+    first, last = "", f"Next: nemo-like profile --model {args.model} --modes, which measures whole steps of each mode."
     if budget is not None:
         names = recommend(report, budget / 1e6)
         layers = f"recompute {len(names)} of {len(report)} layers" if names else "recompute nothing"
         peak = report.unit.word(report.predict_peak_bytes(names))
-        print(paragraph(f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}.", width))
+        sentence = f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}."
+        first = f"{paragraph(sentence, width)}\n"
         last = f"Paste: model = parallelize(model, ac='full', layers={names})" if names else "Paste: ac='none'"
-    sys.stdout.write(f"{report.table(args.limit, width)}\n\n{paragraph(last, width)}\n")
-    return 0
+    return f"{first}{report.table(args.limit, width)}\n\n{paragraph(last, width)}"

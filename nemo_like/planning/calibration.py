@@ -12,14 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 
-from nemo_like._util.device_work import wait_for
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
 from nemo_like.planning.device_table import device_table
@@ -29,7 +30,6 @@ from nemo_like.planning.query import Choices, PlanQuery
 
 # The linears of a layer of Llama 3 8B, (in, out): queries and output, keys and values, gate and up, down.
 SHAPES = ((4096, 4096), (4096, 4096), (4096, 1024), (4096, 1024), (4096, 14336), (4096, 14336), (14336, 4096))
-_LAUNCHES = 4  # Products that are timed as one, so that a launch does not count.
 SECONDS = 3.0  # Most seconds of one measurement, of which there are at most ten.
 
 
@@ -47,16 +47,18 @@ def calibrate(seconds: float | None = None) -> Path:
     seconds = SECONDS if seconds is None else seconds
     kind = pick_device_type()
     device = current_device(kind)
+    large = (64 << 20) if kind == "cpu" else (1 << 30)
     rates = {
         "matmul_half": _matmul(device, torch.bfloat16, seconds),
         "matmul_single": _matmul(device, torch.float32, seconds),
         "attention_half": _attention(device, torch.bfloat16, seconds),
         "attention_single": _attention(device, torch.float32, seconds),
-        "bandwidth": _memory(device, seconds),
-        "launch_seconds": _launch(device),
+        # Read and written; no cache holds so much.
+        "bandwidth": 2.0 * _copy(torch.zeros(large, dtype=torch.uint8, device=device), device, seconds),
+        "launch_seconds": _seconds(partial(torch.zeros(8, device=device).add_, 1.0), 1.0),
     }
     if kind == "cuda":
-        rates["host_link"] = _host_link(device, seconds)
+        rates["host_link"] = _copy(torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True), device, seconds)
     if dist.is_initialized() and world_size() > 1:
         rates["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
     assert rates.keys() <= RATES.keys()
@@ -75,104 +77,48 @@ def calibrate(seconds: float | None = None) -> Path:
     return path
 
 
-def _best(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the shortest of several runs, each between two waits for the device."""
-    run()
-    best, end = float("inf"), time.perf_counter() + seconds / 2
-    for turn in range(50):
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        best = min(best, time.perf_counter() - start)
-        if turn >= 2 and time.perf_counter() > end:
-            break
-    return best
+def _timer(run: Callable[[], Any]) -> Timer:
+    return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
 
 
-def _largest(rate: Callable[[int], float], sizes: tuple[int, ...], seconds: float) -> float:
-    """Return the best rate over sizes, from the smallest on, till the time is over."""
-    best, end = 0.0, time.perf_counter() + seconds
-    for size in sizes:
-        best = max(best, rate(size))
-        if time.perf_counter() > end:
-            break
-    return best
-
-
-def _sizes(device: torch.device, cpu: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return cpu if device.type == "cpu" else other
+def _seconds(run: Callable[[], Any], most: float) -> float:
+    """Return the median over runs, which torch's timer makes for so many seconds, some of them without a wait between."""
+    return _timer(run).blocked_autorange(min_run_time=most / 2).median
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """Return the FLOP/s of products: the median over `SHAPES`, of normal values, as the table has it."""
     tokens, part = (512, 16) if device.type == "cpu" else (8192, 1)
-
-    def rate(width: int, out: int) -> float:
-        left, right = (torch.randn(*size, device=device, dtype=dtype) for size in ((tokens, width), (out, width)))
-
-        def run() -> None:
-            for _ in range(_LAUNCHES):
-                F.linear(left, right)
-
-        return _LAUNCHES * 2.0 * tokens * width * out / _best(run, device, seconds / len(SHAPES))
-
-    return statistics.median(rate(width // part, out // part) for width, out in SHAPES)
+    rates = []
+    for width, out in SHAPES:
+        left = torch.randn(tokens, width // part, device=device, dtype=dtype)
+        right = torch.randn(out // part, width // part, device=device, dtype=dtype)
+        taken = _seconds(partial(F.linear, left, right), seconds / len(SHAPES))
+        rates.append(2.0 * left.numel() * right.shape[0] / taken)
+    return statistics.median(rates)
 
 
 @torch.no_grad()
 def _attention(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the FLOP/s of causal attention, with heads of 64, on a GPU of 128."""
-    heads, width = (4, 64) if device.type == "cpu" else (16, 128)
-
-    def rate(tokens: int) -> float:
-        query, key, value = (torch.randn(1, heads, tokens, width, device=device, dtype=dtype) for _ in range(3))
-
-        def run() -> torch.Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-        return 4.0 * heads * tokens**2 * width / _best(run, device, seconds / 8)
-
-    return _largest(rate, _sizes(device, (128, 512, 1024), (2048, 4096, 8192)), seconds / 2)
+    """Return the FLOP/s of causal attention: four heads of 64 on 1,024 tokens, on a GPU 16 of 128 on 8,192."""
+    heads, tokens, width = (4, 1024, 64) if device.type == "cpu" else (16, 8192, 128)
+    query, key, value = torch.randn(3, 1, heads, tokens, width, device=device, dtype=dtype)
+    taken = _seconds(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), seconds)
+    return 4.0 * heads * tokens**2 * width / taken
 
 
-def _memory(device: torch.device, seconds: float) -> float:
-    """Return the bytes per second, read and written, of a copy that no cache holds."""
-    source = torch.zeros((64 << 20) if device.type == "cpu" else (1 << 30), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * source.numel() / _best(lambda: target.copy_(source), device, seconds)
-
-
-def _launch(device: torch.device) -> float:
-    """Return the seconds from one small kernel to the next."""
-    small, count = torch.zeros(8, device=device), 200
-
-    def run() -> None:
-        for _ in range(count):
-            small.add_(1.0)
-
-    return _best(run, device, 1.0) / count
-
-
-def _host_link(device: torch.device, seconds: float) -> float:
-    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    return host.numel() / _best(lambda: there.copy_(host, non_blocking=True), device, seconds)
+def _copy(source: torch.Tensor, device: torch.device, seconds: float) -> float:
+    """Return the bytes per second that are copied to `device`."""
+    target = torch.empty_like(source, device=device)
+    return source.numel() / _seconds(lambda: target.copy_(source, non_blocking=True), seconds)
 
 
 def _gather(device: torch.device) -> float:
     """Return the bytes per second that a rank receives in an all-gather. A collective: as many runs on each rank."""
     part = torch.zeros((4 << 20) if device.type == "cpu" else (64 << 20), dtype=torch.uint8, device=device)
     whole = torch.empty(part.numel() * world_size(), dtype=torch.uint8, device=device)
-    best = float("inf")
-    for _ in range(5):
-        wait_for(device)
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_gather_single(whole, part)
-        wait_for(device)
-        best = min(best, time.perf_counter() - start)
-    return part.numel() * (world_size() - 1) / best
+    taken = _timer(partial(dist.all_gather_single, whole, part)).timeit(5).mean
+    return part.numel() * (world_size() - 1) / taken
 
 
 MOST = 4.0  # Largest factor of rates; its inverse is the least.
@@ -249,24 +195,20 @@ def fitted_factor(query: PlanQuery, choices: Choices, seconds: float) -> float:
         ValueError: none within `MOST` does.
     """
 
-    def off(power: float) -> float:
-        other = query.under(query.job.change(gpu=at_factor(query.device, math.exp(power))))
-        return math.log(step_seconds(other, choices).total / seconds)
+    def predicted(factor: float) -> float:
+        other = query.under(query.job.change(gpu=at_factor(query.device, factor)))
+        return step_seconds(other, choices).total
 
-    end = math.log(MOST)
-    before, far = 0.0, off(0.0)
-    at, first = max(-end, min(end, far)), far  # of a step that kernels alone take, the factor itself
-    for _ in range(8):
-        now = off(at)
-        if abs(now) < 1e-3:
-            return math.exp(at)
-        if now == far:
-            break
-        before, at, far = at, max(-end, min(end, at - now * (at - before) / (now - far))), now
-    raise ValueError(
-        f"A step took {seconds:.4g} s, and {seconds * math.exp(first):.4g} s are predicted; no rates within {MOST:g} times "
-        "those of the table explain that. Check the flags: the log must be of this job, on this GPU."
-    )
+    slow, fast = 1 / MOST, MOST
+    if not predicted(fast) <= seconds <= predicted(slow):
+        raise ValueError(
+            f"A step took {seconds:.4g} s, and {predicted(1.0):.4g} s are predicted; no rates within {MOST:g} times "
+            "those of the table explain that. Check the flags: the log must be of this job, on this GPU."
+        )
+    for _ in range(12):  # to one part in a thousand
+        factor = math.sqrt(slow * fast)
+        slow, fast = (factor, fast) if predicted(factor) > seconds else (slow, factor)
+    return math.sqrt(slow * fast)
 
 
 def at_factor(device: Device, factor: float) -> Device:

@@ -1,12 +1,13 @@
-"""One forward and backward of a model, watched layer by layer: saved bytes, live bytes, times."""
+"""One forward and backward of a model, watched layer by layer: saved bytes and live bytes, or times."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,281 +15,153 @@ from torch import nn
 from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes, LiveBytes, storages_of
 from nemo_like._util.tensors import tensors_in
-from nemo_like.profiling.profile_report import Moment
+from nemo_like.profiling.measured_step import LossFn, clock_for, counter_of, step_loss
 from nemo_like.torch_compat import left_to_python
 
-LossFn = Callable[[Any], torch.Tensor]
+OUTSIDE = -1  # In the place of a call: embedding, head and loss.
 
 
-class Clock:
-    """Marks in the device's own time: its events, so that nothing is synchronised, or the CPU's clock."""
+class Event(NamedTuple):
+    """A place in the step at which a stretch of it begins."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._events = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def mark(self) -> Any:
-        if self._events is None:
-            return time.perf_counter()
-        event = self._events.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, start: Any, end: object) -> float:
-        """From `start` to `end`; on a device the work between them must have finished (synchronise first)."""
-        return float(start.elapsed_time(end)) if self._events is not None else (end - start) * 1000
+    phase: str  # ``forward`` or ``backward`` of a call, or ``model``: outside of every call.
+    call: int  # The call; of ``model`` the number of calls whose saved bytes are alive.
+    seconds: float  # Where times are measured, which counting would lengthen.
+    live: int = 0  # Bytes alive, where those are counted.
+    peak: int = 0  # The most bytes alive at one time since the event before.
 
 
-def watch_step(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    sample: object,
-    loss_fn: LossFn | None,
-    listener: _ByteListener | _TimeListener,
-) -> None:
-    """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
-
-    Calls are numbered in forward order; everything outside a call is the model's own.
+class LayerTrace:
+    """One step of a model: every call of a layer, in forward order, and the events at which calls begin and end.
 
     In backward, a call begins when the gradient of one of its outputs is there. It ends when the gradient of one of its
     inputs is there, or when the call before it begins.
     """
-    handles, state = [], _Position()
-    try:
-        for index, layer in enumerate(layers):
-            handles.append(layer.register_forward_pre_hook(_before(index, state, listener), with_kwargs=True))
-            handles.append(layer.register_forward_hook(_after(state, listener)))
-        loss = _loss(model, run_model(model, sample), loss_fn)
-        state.backward_at = state.calls
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
 
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        sample: object,
+        loss_fn: LossFn | None,
+        device: torch.device,
+        *,
+        counted: bool,
+    ) -> None:
+        """Run the step; the hooks of `layers` are gone afterwards.
 
-@dataclass
-class _Position:
-    calls: int = 0
-    running: list[int] = field(default_factory=list)
-    # In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own.
-    backward_at: int | None = None
+        Args:
+            counted: bytes are counted; the times mean nothing then.
+        """
+        self.calls: list[int] = []  # The layer of each.
+        self.events: list[Event] = []
+        self.sizes: dict[int, int] = {}  # Bytes of the storages that calls were passed or that were saved, by number.
+        # Calls that saved a storage, and calls that were passed it.
+        self.savers, self.takers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        self._running = [OUTSIDE]
+        # In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own.
+        self._backward_at: int | None = None
+        self._device, self._clock = device, clock_for(device)
+        self._counter: LiveBytes | None = None
+        with contextlib.ExitStack() as stack:
+            if counted:
+                self._counter = counter_of(model, sample)
+                self._meter = self._counter if device.type == "cpu" else DeviceBytes(device)
+                state = storages_of([*model.parameters(), *model.buffers()])
+                self._ignored = set(map(self._counter.identify, state))
+                stack.enter_context(self._meter)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor))
+            for index, layer in enumerate(layers):
+                stack.enter_context(layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True))
+                stack.enter_context(layer.register_forward_hook(self._after))
+            self._event("model", 0)
+            loss = step_loss(model, sample, loss_fn)
+            self._backward_at = len(self.calls)
+            loss.backward()
+            self._event("model", 0)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.events[-1].seconds - self.events[0].seconds
 
-def _before(layer: int, state: _Position, listener: _ByteListener | _TimeListener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, kwargs: object) -> None:
-        if state.backward_at is not None:
+    def seconds_of(self) -> dict[tuple[int, str], float]:
+        """Return the seconds of each layer, by its number and the phase."""
+        seconds = defaultdict[tuple[int, str], float](float)
+        for event, following in pairwise(self.events):
+            if event.phase != "model":
+                seconds[self.calls[event.call], event.phase] += following.seconds - event.seconds
+        return seconds
+
+    def saved_bytes(self) -> Counter[int]:
+        """Return the bytes that each layer, or `OUTSIDE`, saves, each storage at the one that saves it first."""
+        saved = Counter[int]()
+        for number, (first, *_) in self.savers.items():
+            saved[OUTSIDE if first == OUTSIDE else self.calls[first]] += self.sizes[number]
+        return saved
+
+    def freed_bytes(self) -> Counter[int]:
+        """By call: bytes of storages that it alone saved and was not passed, less inputs that nothing else keeps.
+
+        Arguments that several calls share (masks, position tables) live through the forward anyway.
+        """
+        freed = Counter[int]()
+        for number, size in self.sizes.items():
+            savers, takers = set(self.savers.get(number, ())), set(self.takers.get(number, ()))
+            if len(savers) == 1 and not savers & takers:
+                freed[savers.pop()] += size
+            elif not savers and len(takers) == 1:
+                freed[takers.pop()] -= size
+        return freed
+
+    def _event(self, phase: str, call: int) -> None:
+        if self._counter is None:
+            wait_for(self._device)
+            self.events.append(Event(phase, call, self._clock()))
+        else:
+            self.events.append(Event(phase, call, 0.0, self._meter.live, self._meter.take_peak()))
+
+    def _before(self, layer: int, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._backward_at is not None:
             return
-        call = state.calls
-        state.calls += 1
-        state.running.append(call)
-
-        def gradient_arrived(_: torch.Tensor) -> None:
-            if state.backward_at == call:
-                listener.backward_leaves(call)
-
+        call = len(self.calls)
+        self.calls.append(layer)
+        self._running.append(call)
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
-                tensor.register_hook(gradient_arrived)
-        listener.forward_begins(call, layer, (args, kwargs))
+                tensor.register_hook(partial(self._leave, call))
+        if self._counter is not None:
+            self._note(self.takers, (args, kwargs))
+        self._event("forward", call)
 
-    return hook
-
-
-def _after(state: _Position, listener: _ByteListener | _TimeListener) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object, output: object) -> None:
-        if state.backward_at is not None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
+        if self._backward_at is not None:
             return
-        call = state.running.pop()
-
-        def gradient_arrived(_: torch.Tensor) -> None:
-            if state.backward_at is not None and call < state.backward_at:
-                state.backward_at = call
-                listener.backward_enters(call)
-
+        call = self._running.pop()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(gradient_arrived)
-        listener.forward_ends(call)
+                tensor.register_hook(partial(self._enter, call))
+        self._event("model", call + 1)
 
-    return hook
+    def _enter(self, call: int, gradient: torch.Tensor) -> None:
+        if self._backward_at is not None and call < self._backward_at:
+            self._backward_at = call
+            self._event("backward", call)
 
-
-def run_model(model: nn.Module, sample: object) -> Any:
-    """`model` called on `sample`: a mapping by keyword, a tuple or list by position, anything else as one argument."""
-    if isinstance(sample, Mapping):
-        return model(**sample)
-    return model(*sample) if isinstance(sample, tuple | list) else model(sample)
-
-
-def _loss(model: nn.Module, output: object, loss_fn: LossFn | None) -> torch.Tensor:
-    """`loss_fn` of the output; else the output's own ``loss``; else the sum of every output that has a gradient."""
-    if loss_fn is not None:
-        result = loss_fn(output)
-        if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
-            raise ValueError(f"loss_fn returned {result!r}; it must return a tensor of one number that has a gradient.")
-        return result
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    parts = [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]
-    if not parts:
-        raise ValueError(
-            f"{type(model).__name__} returned nothing that requires a gradient, so no backward can be measured; "
-            "let at least one parameter train, or pass loss_fn."
-        )
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-@dataclass
-class CallBytes:
-    """The tensors that one call of one layer saved and was given: storages by number, with their bytes."""
-
-    layer: int
-    inputs: dict[int, int]
-    saved: dict[int, int] = field(default_factory=dict)  # First saved in this call.
-    touched: set[int] = field(default_factory=set)  # Saved in this call, first or not.
-    recompute_growth: int = 0  # Rise of the live bytes above those at its start while it ran forward.
-    live_in_backward: int = 0  # Live bytes when its backward begins.
-
-
-@dataclass
-class StepBytes:
-    """The bytes of one step."""
-
-    calls: list[CallBytes]
-    outside: dict[int, int]  # Storages first saved outside every layer (embedding, head, loss).
-    outside_touched: set[int]
-    moments: list[Moment]
-
-
-class _ByteListener:
-    def __init__(self, counter: LiveBytes, meter: LiveBytes | DeviceBytes, ignored: set[int]) -> None:
-        self._counter, self._meter, self._ignored = counter, meter, ignored
-        self._seen: set[int] = set()
-        self._running: int | None = None
-        self._calls_before = self._live_at_start = 0
-        self.step = StepBytes([], {}, set(), [])
-
-    def next_moment(self, calls_before: int) -> int:
-        """End the current stretch; the next one has `calls_before`. Returns the peak of the stretch that ended."""
-        peak = self._meter.take_peak()
-        self.step.moments.append(Moment(self._calls_before, peak))
-        self._calls_before = calls_before
-        return peak
-
-    def forward_begins(self, call: int, layer: int, arguments: object) -> None:
-        self.next_moment(call)
-        inputs = {
-            number: storage.nbytes()
-            for storage in storages_of(arguments)
-            if (number := self._counter.identify(storage)) not in self._ignored
-        }
-        self.step.calls.append(CallBytes(layer, inputs))
-        self._running = call
-        self._live_at_start = self._meter.live
-
-    def forward_ends(self, call: int) -> None:
-        self.step.calls[call].recompute_growth = self.next_moment(call + 1) - self._live_at_start
-        self._running = None
-
-    def backward_enters(self, call: int) -> None:
-        self.next_moment(call)
-        self.step.calls[call].live_in_backward = self._meter.live
-
-    def backward_leaves(self, call: int) -> None:
-        """The stretch goes on: work before the next call counts with this one."""
+    def _leave(self, call: int, gradient: torch.Tensor) -> None:
+        if self._backward_at == call:
+            self._event("model", call)
 
     @left_to_python
-    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """The pack hook: counts, and keeps the tensor as it is."""
-        for storage in storages_of(tensor):
-            number = self._counter.identify(storage)
-            if number in self._ignored:
-                continue
-            call = None if self._running is None else self.step.calls[self._running]
-            (self.step.outside_touched if call is None else call.touched).add(number)
-            if number not in self._seen:
-                self._seen.add(number)
-                (self.step.outside if call is None else call.saved)[number] = storage.nbytes()
+        self._note(self.savers, tensor)
         return tensor
 
-
-def counter_of(model: nn.Module, sample: object) -> LiveBytes:
-    """Return a counter of the bytes that a step makes beyond the model, its gradients and the sample."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return LiveBytes([*model.parameters(), *model.buffers(), *gradients, *tensors_in(sample)])
-
-
-def trace_bytes(
-    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
-) -> StepBytes:
-    """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
-    counter = counter_of(model, sample)
-    meter = counter if device.type == "cpu" else DeviceBytes(device)
-    state = storages_of([*model.parameters(), *model.buffers()])
-    listener = _ByteListener(counter, meter, set(map(counter.identify, state)))
-    with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
-        watch_step(model, layers, sample, loss_fn, listener)
-        listener.next_moment(0)
-    return listener.step
-
-
-@dataclass
-class CallTimes:
-    """Milliseconds of one call of one layer."""
-
-    layer: int
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-
-
-class _TimeListener:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.layers: list[int] = []
-        self.spans: list[tuple[str, int, Any, Any]] = []
-        self._open: tuple[str, int, Any] | None = None
-
-    def turn(self, phase: str | None = None, call: int = -1) -> None:
-        """End the span timed until now, and begin to time `phase` of a call; None: work that belongs to no call."""
-        now = self._clock.mark()
-        if self._open is not None:
-            self.spans.append((*self._open, now))
-        self._open = None if phase is None else (phase, call, now)
-
-    def forward_begins(self, call: int, layer: int, arguments: object) -> None:
-        self.layers.append(layer)
-        self.turn("forward_ms", call)
-
-    def forward_ends(self, call: int) -> None:
-        self.turn()
-
-    def backward_enters(self, call: int) -> None:
-        self.turn("backward_ms", call)
-
-    def backward_leaves(self, call: int) -> None:
-        self.turn()
-
-
-def trace_times(
-    model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
-) -> tuple[list[CallTimes], float]:
-    """One step, timed: each layer call, and the whole step in milliseconds."""
-    clock = Clock(device)
-    listener = _TimeListener(clock)
-    with contextlib.ExitStack() as stack:
-        if device.type != "cpu":
-            stack.enter_context(torch.get_device_module(device).device(device))
-        start = clock.mark()
-        watch_step(model, layers, sample, loss_fn, listener)
-        listener.turn()
-        end = clock.mark()
-        wait_for(device)
-    calls = [CallTimes(layer) for layer in listener.layers]
-    for phase, call, begin, finish in listener.spans:
-        setattr(calls[call], phase, getattr(calls[call], phase) + clock.milliseconds(begin, finish))
-    return calls, clock.milliseconds(start, end)
-
-
-def warm_up(model: nn.Module, sample: object, loss_fn: LossFn | None) -> None:
-    """One unwatched step: first-call costs (library start-up, lazy caches of the model) are not a layer's own."""
-    _loss(model, run_model(model, sample), loss_fn).backward()
+    def _note(self, calls: dict[int, list[int]], value: object) -> None:
+        assert self._counter is not None
+        for storage in storages_of(value):
+            number = self._counter.identify(storage)
+            if number not in self._ignored:
+                self.sizes[number] = storage.nbytes()
+                calls[number].append(self._running[-1])

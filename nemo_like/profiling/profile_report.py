@@ -147,14 +147,8 @@ class ProfileReport:
         return ByteUnit.for_sizes([self.peak_bytes, self.total_activation_bytes])
 
     def to_json(self) -> str:
-        """Everything that was measured, with its totals."""
-        values = dataclasses.asdict(self)
-        values["totals"] = {
-            "total_activation_bytes": self.total_activation_bytes,
-            "forward_ms": self.forward_ms,
-            "backward_ms": self.backward_ms,
-        }
-        return json.dumps(values, indent=2)
+        """Everything that was measured."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
 
 
 # Layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.

@@ -2,7 +2,8 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ from nemo_like.distributed.launch import checked_device, current_device
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.fake.outside_state import context_variables_put_back
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
-from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
-from nemo_like.profiling.profile_report import MB, LayerProfile, ProfiledCall, ProfileReport, enough_layers
+from nemo_like.profiling.layer_trace import OUTSIDE, LayerTrace
+from nemo_like.profiling.measured_step import LossFn, spread, step_loss
+from nemo_like.profiling.profile_report import MB, LayerProfile, Moment, ProfiledCall, ProfileReport, enough_layers
 from nemo_like.torch_compat import tree_map
 
 
@@ -83,15 +85,15 @@ class MemoryProfiler:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
         with random_numbers_put_back(self._device), context_variables_put_back(), torch.enable_grad():
-            warm_up(model, sample, self._loss_fn)
-            step = trace_bytes(*run)  # bytes are the same in every run
-            time_runs = [trace_times(*run) for _ in range(num_runs)]
+            step_loss(model, sample, self._loss_fn).backward()  # first-call costs are not a layer's
+            step = LayerTrace(*run, counted=True)  # bytes are the same in every run
+            timed = [LayerTrace(*run, counted=False) for _ in range(num_runs)]
         if not step.calls:
             raise ValueError(
                 f"A step of {type(self._model).__name__} called none of the layers "
                 f"{', '.join(layer.fqn for layer in self._layers[:5])}; name the ones that it calls with layers=."
             )
-        self.report = self._report(step, time_runs)
+        self.report = self._report(step, timed)
         return self.report
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
@@ -115,55 +117,55 @@ class MemoryProfiler:
             raise RuntimeError("Nothing has been profiled yet; call profile(sample_input) first.")
         return recommend(self.report, memory_budget_mb)
 
-    def _report(self, step: StepBytes, time_runs: list[tuple[list[CallTimes], float]]) -> ProfileReport:
-        freed = _freed_bytes(step)
-        rows: list[LayerProfile] = []
-        for index, layer in enumerate(self._layers):
-            if not any(call.layer == index for call in step.calls):
-                continue
-            forward = [sum(c.forward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
-            backward = [sum(c.backward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
-            rows.append(
-                LayerProfile(
-                    name=layer.fqn,
-                    kind=type(layer.module).__name__,
-                    calls=sum(call.layer == index for call in step.calls),
-                    activation_bytes=sum(sum(c.saved.values()) for c in step.calls if c.layer == index),
-                    freed_bytes=sum(free for call, free in zip(step.calls, freed) if call.layer == index),
-                    forward_ms=statistics.median(forward),
-                    backward_ms=statistics.median(backward),
-                    forward_spread=_spread(forward),
-                    backward_spread=_spread(backward),
-                )
+    def _report(self, step: LayerTrace, timed: list[LayerTrace]) -> ProfileReport:
+        saved, freed = step.saved_bytes(), step.freed_bytes()
+        times = [trace.seconds_of() for trace in timed]
+        called, rows = Counter(step.calls), dict[int, LayerProfile]()
+        for index in sorted(called):
+            layer = self._layers[index]
+            forward = [1000 * seconds[index, "forward"] for seconds in times]
+            backward = [1000 * seconds[index, "backward"] for seconds in times]
+            rows[index] = LayerProfile(
+                name=layer.fqn,
+                kind=type(layer.module).__name__,
+                calls=called[index],
+                activation_bytes=saved[index],
+                freed_bytes=sum(freed[call] for call, other in enumerate(step.calls) if other == index),
+                forward_ms=statistics.median(forward),
+                backward_ms=statistics.median(backward),
+                forward_spread=spread(forward),
+                backward_spread=spread(backward),
             )
-        names = tuple(row.name for row in rows)
         # Layers of one class that free the same bytes do the same work: one cost, so that noise does not decide.
         alike = defaultdict[tuple[str, int, int], list[float]](list)
-        for row in rows:
+        for row in rows.values():
             alike[row.kind, row.freed_bytes, row.calls].append(row.forward_ms / row.calls)
-        cost = {row.name: statistics.median(alike[row.kind, row.freed_bytes, row.calls]) for row in rows}
-        calls = tuple(
-            ProfiledCall(
-                layer=names.index(self._layers[call.layer].fqn),
-                freed=free,
-                cost=cost[self._layers[call.layer].fqn],
-                recompute_peak=call.live_in_backward - free + call.recompute_growth,
-            )
-            for call, free in zip(step.calls, freed)
-        )
-        steps = [milliseconds for _, milliseconds in time_runs]
+        moments, growth, live = [], Counter[int](), Counter[int]()
+        for event, following in pairwise(step.events):
+            moments.append(Moment(event.call, following.peak))
+            if event.phase == "forward":
+                growth[event.call] = following.peak - event.live
+            elif event.phase == "backward":
+                live[event.call] = event.live
+        calls, numbers = [], list(rows)
+        for call, index in enumerate(step.calls):
+            row = rows[index]
+            cost = statistics.median(alike[row.kind, row.freed_bytes, row.calls])
+            recompute_peak = live[call] - freed[call] + growth[call]
+            calls.append(ProfiledCall(numbers.index(index), freed[call], cost, recompute_peak))
+        steps = [1000 * trace.seconds for trace in timed]
         return ProfileReport(
             model=type(self._model).__name__,
             device=str(self._device),
-            runs=len(time_runs),
-            layers=tuple(sorted(rows, key=lambda row: -row.activation_bytes)),
-            outside_bytes=sum(step.outside.values()),
-            peak_bytes=max(moment.peak for moment in step.moments),
+            runs=len(timed),
+            layers=tuple(sorted(rows.values(), key=lambda row: -row.activation_bytes)),
+            outside_bytes=saved[OUTSIDE],
+            peak_bytes=max(moment.peak for moment in moments),
             step_ms=statistics.median(steps),
-            step_spread=_spread(steps),
-            moments=tuple(step.moments),
-            calls=calls,
-            call_names=names,
+            step_spread=spread(steps),
+            moments=tuple(moments),
+            calls=tuple(calls),
+            call_names=tuple(row.name for row in rows.values()),
         )
 
 
@@ -181,32 +183,6 @@ def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
             f"{report.peak_bytes / MB:.3f} MB). Use a smaller batch or shorter sequences, or more devices."
         )
     return [report.call_names[index] for index in chosen]
-
-
-def _freed_bytes(step: StepBytes) -> list[int]:
-    """Per call: bytes of storages that it alone saved and was not given, less inputs that nothing else keeps."""
-    savers = Counter(number for call in step.calls for number in call.touched)
-    takers = Counter(number for call in step.calls for number in call.inputs)
-    freed = []
-    for call in step.calls:
-        alone = sum(
-            size
-            for number, size in call.saved.items()
-            if savers[number] == 1 and number not in step.outside_touched and number not in call.inputs
-        )
-        # Arguments that several calls share (masks, position tables) live through the forward anyway.
-        held_as_inputs = sum(
-            size
-            for number, size in call.inputs.items()
-            if savers[number] == 0 and number not in step.outside_touched and takers[number] == 1
-        )
-        freed.append(alone - held_as_inputs)
-    return freed
-
-
-def _spread(values: Sequence[float]) -> float:
-    middle = statistics.median(values)
-    return (max(values) - min(values)) / middle if middle else 0.0
 
 
 def _device(wanted: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:

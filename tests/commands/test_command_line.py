@@ -145,7 +145,6 @@ def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
         ("fit", ""),
         ("layers --model m", "Building m without weights ..."),
         ("profile --model m", "Measuring m ..."),
-        ("bench --model m", "Measuring m ..."),
         ("pretrain", "Pretraining llama-tiny on the standard library ..."),
     ],
 )
@@ -161,8 +160,8 @@ def test_one_rank_of_many_says_what_it_does(
 ) -> None:
     for rank, said in (("0", "Measuring llama-tiny ...\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
-        assert main(["bench", "--threads", "0"]) == 2
-        assert capsys.readouterr().err.partition("nemo-like bench: ")[0] == said
+        assert main(["profile", "--model", "llama-tiny", "--runs", "0"]) == 2
+        assert capsys.readouterr().err.partition("nemo-like profile: ")[0] == said
 
 
 def test_a_program_finds_modules_in_the_current_folder(

@@ -230,7 +230,7 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
         f"plan --gpu cpu --budget 50% --no-what-if --json - {' '.join(SMALL)}",
         "fit --gpus 1 --gpu h100-80gb --micro-batch 2 --seq-len 8 --ac none --loss model --json -",
         f"profile --runs 1 --json - {' '.join(SMALL)}",
-        f"bench --repeats 1 --warmup 0 --modes full {' '.join(SMALL)}",
+        f"profile --runs 1 --modes full {' '.join(SMALL)}",
     ],
 )
 def test_every_command_takes_a_folder_with_a_config(

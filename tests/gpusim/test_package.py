@@ -196,7 +196,7 @@ def _commands(_: Any) -> list[str]:
 
     sizes = ["--model", "tests.gpusim.test_package:Model", "--input-shape", "8,16", "--device", "gpusim"]
     written = []
-    for words in (["bench", *sizes, "--repeats", "1", "--modes", "none", "full", "--wide"], ["profile", *sizes]):
+    for words in (["profile", *sizes, "--runs", "1", "--modes", "full", "--wide"], ["profile", *sizes]):
         out = Path(f"{os.getpid()}.txt")
         with out.open("w") as file, contextlib.redirect_stdout(file):
             assert main(words) == 0
@@ -205,7 +205,7 @@ def _commands(_: Any) -> list[str]:
     return written
 
 
-def test_bench_and_profile_measure_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_profiles_measure_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     measured, profiled = on_device(_commands)
     assert "a simulated device" in measured.replace("\n", " ") and measured.count("bitwise") == 2

@@ -107,7 +107,7 @@ def test_a_calibration_takes_the_median_over_the_products_of_an_8b_layer(monkeyp
     linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
     assert sorted(calibration.SHAPES) == sorted((linear.in_features, linear.out_features) for linear in linears)
     seconds = iter([1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0])  # a rate by the shapes' FLOPs
-    monkeypatch.setattr(calibration, "_best", lambda run, device, limit: next(seconds))
-    rates = [8 * 512 * (width // 16) * (out // 16) for width, out in calibration.SHAPES]
+    monkeypatch.setattr(calibration, "_seconds", lambda run, limit: next(seconds))
+    rates = [2 * 512 * (width // 16) * (out // 16) for width, out in calibration.SHAPES]
     wanted = sorted(rate / taken for rate, taken in zip(rates, [1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0]))[3]
     assert calibration._matmul(torch.device("cpu"), torch.float32, 1.0) == wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_AC, _BENCH, _DIST = "nemo_like/activation_checkpointing/engine", "nemo_like/bench", "nemo_like/distributed"
+_AC, _DIST = "nemo_like/activation_checkpointing/engine", "nemo_like/distributed"
 _CAPTURE = "torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()"
 _COUNTS_STEPS = "device.kind == 'cuda' and (not optimizer.defaults.get('fused'))"
 _DDP = "CUDA only: `device_ids` of DDP"
@@ -17,7 +17,6 @@ REASONS: dict[tuple[str, str], str] = {
         f"count >= CALLS and wanted != '1' or ({_CAPTURE})",
     ): "CUDA only: capture of a CUDA graph",
     ("nemo_like/_util/tensor_summary.py", "tensor.device.type == 'mps'"): "MPS only: it has no float64",
-    (f"{_BENCH}/side_by_side.py", "device.type == 'cuda'"): _DDP,
     (f"{_DIST}/launch.py", "device.type != 'cpu'"): "CUDA only: `local_device` refuses a kind that BACKENDS lacks",
     ("nemo_like/fake_rank.py", "device.kind == 'cpu'"): "reads the description of a dry run's device",
     ("nemo_like/fake_rank.py", _COUNTS_STEPS): "reads the description of a dry run's device",

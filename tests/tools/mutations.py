@@ -476,8 +476,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "profiling/profiler.py",
-        "recompute_peak=call.live_in_backward - free + call.recompute_growth",
-        "recompute_peak=call.live_in_backward + call.recompute_growth",
+        "recompute_peak = live[call] - freed[call] + growth[call]",
+        "recompute_peak = live[call] + growth[call]",
         "tests/profiling/test_profiler.py tests/test_strategies.py",
     ),
     Fault(

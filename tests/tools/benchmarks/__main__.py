@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import torch
+
 from nemo_like._util.console import examples, start_logging, write_text
 from nemo_like._util.help_parser import HelpParser
-from nemo_like.bench.measured_step import cpu_threads
-from nemo_like.bench.side_by_side import surroundings
-from nemo_like.commands.bench_command import add_arguments, options_of
+from nemo_like.comparison import surroundings
 from tests.tools.benchmarks.check import CHECK
 from tests.tools.benchmarks.overhead import OVERHEAD
 from tests.tools.benchmarks.planning import PLANNING
 from tests.tools.benchmarks.public_numbers import PUBLIC
 from tests.tools.benchmarks.random_jobs import run as random_jobs
 from tests.tools.benchmarks.scale import SCALE
-from tests.tools.benchmarks.suite import markdown
+from tests.tools.benchmarks.suite import MODEL, markdown
 from tests.tools.benchmarks.verify import VERIFY
 
 PROGRAM = "python -m tests.tools.benchmarks"
@@ -46,10 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.suite == RANDOM:
             return 1 if random_jobs(args.jobs, args.seed) else 0
         suite = SUITES[args.suite]
-        options = options_of(args)
-        with cpu_threads(options.threads):
-            measured = suite.run(options)
-            measured.about |= surroundings(options.place())
+        measured = suite.run(args)
+        measured.about |= surroundings(torch.device("cpu"))
         if args.json is not None:
             write_text(args.json, json.dumps(asdict(measured), indent=2, default=str))
         print(f"{measured.title}\n\n{markdown(suite.columns, measured.rows)}\n")
@@ -63,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A suite's name, then the options of `nemo-like bench`."""
+    """A suite's name, then its options."""
     suites = "\n".join(f"  {name:<10} {suite.help}" for name, suite in SUITES.items())
     suites += f"\n  {RANDOM} whether a plan, fit and a fake rank agree about jobs that are drawn"
     parser = HelpParser(
@@ -72,8 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", group="output", choices=[*SUITES, RANDOM], help="what to measure")
     parser.add_argument("--jobs", group="output", type=int, default=100, help=f"{RANDOM}: how many jobs")
     parser.add_argument("--seed", type=int, default=0, help=f"{RANDOM}: of the first job, which the next ones follow")
-    add_arguments(parser)
-    parser.set_defaults(own=parser)
+    parser.add_argument("--model", default=MODEL, help="a preset, instead of those of the suite")
+    parser.add_argument("--batch-size", type=int, default=2, help="verify: samples")
+    parser.add_argument("--seq-len", type=int, default=256, help="verify: tokens per sample")
+    parser.add_argument("--repeats", type=int, default=5, help="steps that are measured")
+    parser.add_argument("--compile", group="training", nargs="*", default=["aot_eager"], help="overhead: back ends")
+    parser.add_argument("--json", metavar="PATH", help="write everything here, as JSON")
     return parser
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from typing import Any
 
-from nemo_like.bench import BenchOptions
 from nemo_like.fake_rank import dry_run
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from tests.tools.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.suite import MODEL, Column, Measured, Suite
 
 SHAPES: tuple[tuple[str, int, str, dict[str, int]], ...] = (
     ("llama3-8b", 8, "full", {}),
@@ -34,9 +34,9 @@ SHAPES: tuple[tuple[str, int, str, dict[str, int]], ...] = (
 TOKENS = 4096
 
 
-def _run(options: BenchOptions) -> Measured:
+def _run(options: Namespace) -> Measured:
     """Check each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
-    shapes = SHAPES if options.model == BenchOptions().model else ((options.model, 8, "full", {}),)
+    shapes = SHAPES if options.model == MODEL else ((options.model, 8, "full", {}),)
     about = {"seq_len": TOKENS, "batch_size": 1}
     return Measured("Plans against a rank on fake tensors", [measure(*shape) for shape in shapes], about)
 

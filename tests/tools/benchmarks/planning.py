@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from typing import Any
 
-from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
@@ -21,7 +21,7 @@ SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3
 TOKENS = 8192
 
 
-def _run(options: BenchOptions) -> Measured:
+def _run(options: Namespace) -> Measured:
     """Plan each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
     about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"}
     rows = [measure(*shape) for shape in shapes_of(options, SHAPES)]

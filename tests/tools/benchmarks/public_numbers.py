@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
@@ -688,7 +688,7 @@ def _order(lines: Sequence[dict[str, Any]], mine: str, theirs: str) -> tuple[int
     return right, pairs
 
 
-def _run(options: BenchOptions) -> Measured:
+def _run(options: Namespace) -> Measured:
     """Predict every row (or those of `options.model`, if it is one of their models)."""
     rows = all_rows()
     if options.model in {row.model for row in rows}:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nemo_like.bench import BenchOptions
 from nemo_like.layers import find_layers
 from nemo_like.models import PRESETS, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.torch_compat import fake_ranks
-from tests.tools.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.suite import MODEL, Column, Measured, Suite
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""
 
 
-def shapes_of(options: BenchOptions, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+def shapes_of(options: Namespace, large: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
     """The (preset, ranks) of a suite over `large` models; another preset in `options.model` runs alone, on 8 ranks."""
-    usual = {name for name, _ in large} | {BenchOptions.model}
+    usual = {name for name, _ in large} | {MODEL}
     return ((options.model, 8),) if options.model in PRESETS and options.model not in usual else large
 
 
-def _run(options: BenchOptions) -> Measured:
+def _run(options: Namespace) -> Measured:
     """Set up each shape once (or, for another preset in `options.model`, that one with 8 ranks)."""
     rows = [_measure(*shape) for shape in shapes_of(options, SHAPES)]
     return Measured("Set-up time", rows, {"strategy": "fsdp2", "ac": "selective"})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_like.bench import BenchOptions
+MODEL = "llama-tiny"  # Without ``--model``.
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Suite:
 
     help: str
     columns: tuple[Column, ...]
-    run: Callable[[BenchOptions], Measured]
+    run: Callable[[Namespace], Measured]
 
 
 def markdown(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,33 +15,36 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine.verification import VARIABLE
-from nemo_like.bench import BenchOptions
-from nemo_like.bench.measured_step import measure_bytes, step_loss, time_steps, zero_gradients
-from nemo_like.bench.side_by_side import choose_modes, sample_of
+from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+from nemo_like.comparison import in_mode
 from nemo_like.models import resolve_model
+from nemo_like.options import AC_STRATEGIES
+from nemo_like.profiling.measured_step import measure_bytes, measure_seconds, step_loss, zero_gradients
 from tests.allocator_events import quiet_profiler
 from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 
-def _run(options: BenchOptions) -> Measured:
+def _run(options: Namespace) -> Measured:
     """Measure our eager modes on `options.model`; a new copy of it has each first step.
 
     Raises:
         ValueError: an unknown mode, or a model that cannot be built or has no layers.
     """
-    device = options.place()
+    device = torch.device("cpu")
     source = resolve_model(options.model)
-    sample = sample_of(source, options, device)
+    sample = source.sample_input(options.batch_size, options.seq_len, device)
     torch.manual_seed(0)
-    base = source.build(device=device, dtype=options.dtype)
-    _timed(copy.deepcopy(base), sample, device)  # what a process does once is no part of the first row
+    base = source.build()
+    disable_cache(base)
+    measure_seconds(copy.deepcopy(base), sample, device)  # what a process does once is no part of the first row
     rows = []
-    for mode in choose_modes(dataclasses.replace(options, peers=False, compile=()), device)[1:]:
-        new = _maker(base, lambda model, mode=mode: mode.prepare(model, sample))  # type: ignore[misc]
-        row: dict[str, Any] = {"mode": mode.name}
+    for mode in AC_STRATEGIES[1:]:
+        new = functools.partial(_new, base, mode, sample)
+        row: dict[str, Any] = {"mode": mode}
         for word, value in (("off", "0"), ("on", "")):
             with _variable(value):
-                row[f"{word}_ms"] = statistics.median(_timed(new(), sample, device) for _ in range(options.repeats))
+                taken = [1000 * measure_seconds(new(), sample, device) for _ in range(options.repeats)]
+                row[f"{word}_ms"] = statistics.median(taken)
                 row[f"{word}_peak"] = measure_bytes(new(), sample, device)[1] / 1e6
                 counted = new()
                 counts = [_count_operators(counted, sample) for _ in range(3)]
@@ -54,20 +58,10 @@ def _run(options: BenchOptions) -> Measured:
     return Measured("Verification of the first replay", rows, about)
 
 
-def _maker(base: nn.Module, prepare: Callable[[nn.Module], None]) -> Callable[[], nn.Module]:
-    """Copies of `base` that share its parameters, none of which has had a step."""
-
-    def new() -> nn.Module:
-        model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
-        prepare(model)
-        return model
-
-    return new
-
-
-def _timed(model: nn.Module, sample: Any, device: torch.device) -> float:
-    """Milliseconds of the next step."""
-    return time_steps([model], sample, device, 1, 0)[0][0]
+def _new(base: nn.Module, mode: str, sample: Any) -> nn.Module:
+    """Return a copy of `base` that shares its parameters, and has had no step."""
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    return in_mode(model, mode, sample)
 
 
 def _count_operators(model: nn.Module, sample: Any) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.bench.measured_step import compare_gradients, gradients_of
 from nemo_like.options import OffloadConfig
+from nemo_like.profiling.measured_step import compare_gradients, gradients_of
 from tests.models.blocks import LlamaBlock, Stack
 from tests.tools.gpu.driver import Run
 from tests.tools.gpu.machine import Machine

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.bench.measured_step import compare_gradients, gradients_of, step_loss
 from nemo_like.distributed.context import methods
 from nemo_like.distributed.context.sequence_ops import name_group
 from nemo_like.distributed.expert.exchange import Exchange
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
+from nemo_like.profiling.measured_step import compare_gradients, gradients_of, step_loss
 from nemo_like.torch_compat import grouped_mm
 from tests.models.blocks import LlamaBlock, Operators, Stack
 from tests.tools.gpu.driver import Run

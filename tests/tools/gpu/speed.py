@@ -14,17 +14,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nemo_like._util.module_tree import bare_name
+from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.bench.measured_step import compare_gradients, gradients_of, step_loss, take_turns, zero_gradients
-from nemo_like.bench.modes import Mode, our_modes, peer_modes
+from nemo_like.comparison import TorchCheckpoint, in_mode
 from nemo_like.layers import find_layers
 from nemo_like.losses import chunked_cross_entropy
 from nemo_like.offload import offloader_of
 from nemo_like.options import ChunkedLoss, OffloadConfig
+from nemo_like.profiling.measured_step import (
+    compare_gradients,
+    gradients_of,
+    measure_seconds,
+    spread,
+    step_loss,
+    zero_gradients,
+)
 from tests.tools.benchmarks.overhead import parity_contexts
 from tests.tools.gpu.driver import Run
 from tests.tools.gpu.machine import COPIES, KERNELS, Machine, common, covered, training
@@ -37,34 +44,27 @@ EAGER = (
     "selective",
     "submodule",
     "50%",
-    "torch: checkpoint per layer",
+    "torch-full",
     "torch: selective, same operators",
     "Hugging Face: gradient checkpointing",
-    "selective + offload saved",
-    "torch: save_on_cpu",
+    "selective+offload=saved",
 )
 STATS = ("moved_bytes", "prefetched", "reloads", "host_live_bytes")
 PLANNED = ("none", "full", "selective", "50%")
-SHORT = ("none", "full", "selective", "torch: checkpoint per layer", "torch: selective, same operators")
+SHORT = ("none", "full", "selective", "torch-full", "torch: selective, same operators")
 """Of rows so short that the host is the bottleneck."""
 
 
-def _modes() -> dict[str, Mode]:
-    modes = [*our_modes(("50%",)), *peer_modes()]
-    hugging_face: Any = lambda model, sample: model.gradient_checkpointing_enable({"use_reentrant": False})  # noqa: E731
-    modes += [
-        Mode("torch: selective, same operators", _torch_selective, peer=True),
-        Mode("Hugging Face: gradient checkpointing", hugging_face, peer=True),
-    ]
-    return {mode.name.removeprefix("budget "): mode for mode in modes}
-
-
-def _torch_selective(model: nn.Module, sample: object) -> None:
-    """Keep what ``ac="selective"`` keeps, every second matmul left out, by torch's own contexts."""
-    contexts = functools.partial(parity_contexts, SelectivePolicy())
-    for layer in find_layers(model):
-        run = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, context_fn=contexts)
-        layer.module.forward = run
+def _prepared(model: nn.Module, name: str, batch: Any) -> nn.Module:
+    """Return `model` in a mode; torch's selective one keeps what ``ac="selective"`` keeps, every second matmul left out."""
+    if name.startswith("Hugging Face"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif name == "torch: selective, same operators":
+        for layer in find_layers(model):
+            TorchCheckpoint(layer.module, context_fn=functools.partial(parity_contexts, SelectivePolicy())).put()
+    else:
+        return in_mode(model, name, batch)
+    return model
 
 
 def check(run: Run) -> None:
@@ -78,28 +78,28 @@ def check(run: Run) -> None:
 
 
 def _turns(run: Run, machine: Machine, base: nn.Module, names: Sequence[str], batch: Any) -> None:
-    tokens, known = batch["input_ids"].numel(), _modes()
+    tokens = batch["input_ids"].numel()
     models: dict[str, nn.Module] = {}
+    disable_cache(base)
     for name in names:
         with run.guarded(f"{name}, {tokens} tokens"):
-            if not (known[name].on_cpu or machine.is_cuda):
-                run.skip(f"{name}, {tokens} tokens", "no GPU")
-                continue
             model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
-            known[name].prepare(model, batch)
-            zero_gradients(model)
-            step_loss(model, batch).backward()  # a mode that cannot run is left out here
+            model = _prepared(model, name, batch)
+            measure_seconds(model, batch, machine.device)  # a mode that cannot run is left out here
             models[name] = model
-
-    def step_of(model: nn.Module) -> Callable[[], None]:
-        return lambda: step_loss(model, batch).backward()
-
-    steps = [step_of(model) for model in models.values()]
     repeats, warmup = machine.pick((7, 3), (3, 0))
-    times = take_turns(steps, machine.device, repeats, warmup, lambda index: zero_gradients(base))
-    milliseconds = {name: statistics.median(taken) for name, taken in zip(models, times)}
+    turns = [
+        [1000 * measure_seconds(model, batch, machine.device) for model in models.values()]
+        for _ in range(warmup + repeats)
+    ]
+    times = dict(zip(models, zip(*turns[warmup:])))
+    milliseconds = {name: statistics.median(taken) for name, taken in times.items()}
     plans = Plans(machine, base, batch)
-    for (name, ms), taken, step in zip(milliseconds.items(), times, steps, strict=True):
+    for name, ms in milliseconds.items():
+
+        def step() -> None:
+            step_loss(models[name], batch).backward()  # noqa: B023
+
         with run.guarded(f"{name}, {tokens} tokens"):
             peak, _ = machine.peaks(step, base.parameters()) if machine.is_cuda else (None, None)
             machine.wait()
@@ -115,7 +115,7 @@ def _turns(run: Run, machine: Machine, base: nn.Module, names: Sequence[str], ba
                 ms,
                 "ms",
                 **others,
-                spread=(max(taken) - min(taken)) / ms,
+                spread=spread(times[name]),
                 host_ms=host,
                 peak=peak,
             )
