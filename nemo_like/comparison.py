@@ -97,7 +97,8 @@ def in_mode(model: nn.Module, mode: str, sample: object, strategy: str = "single
     if torchs is not None:
         for layer in find_layers(model):
             TorchCheckpoint(layer.module, **torchs).put()
-    return parallelize(model, strategy, sample_input=sample, **keywords_of(mode))
+    place = next(model.parameters()).device
+    return parallelize(model, strategy, sample_input=sample, device=place, **keywords_of(mode))
 
 
 _NOTE = (
@@ -145,14 +146,7 @@ class Comparison:
                 )
             )
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
-        fastest = min(self.rows, key=lambda row: row["step_ms"])
-        least = min((row for row in self.rows if "peak_bytes" in row), key=lambda row: row["peak_bytes"])
-        answer = (
-            f"Fastest: {fastest['mode']}, {three_digits(fastest['step_ms'])} ms. Least memory: {least['mode']}, "
-            f"{unit.word(least['peak_bytes'])} at {least['ratio']:.2f} times the step of none."
-        )
         lines = [
-            paragraph(answer, width),
             paragraph(f"Measured: {about}.", width),
             "",
             Table(columns, tuple(cells)).with_note(width=width),

@@ -63,7 +63,6 @@ def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
     [
         (["profile", "--model", "llama-tiny", "--modes", "full,selektive"], "Did you mean 'selective'"),
         (["profile", "--model", "llama-tiny", "--modes", "full+compile=cudagraphs"], "'cudagraphs'"),
-        (["profile", "--model", "llama-tiny", "--limit", "-3"], "--limit is -3"),
     ],
 )
 def test_a_wrong_option_of_a_command_is_named(
@@ -320,7 +319,7 @@ _COMMANDS = {
     f"plan {_TINY} --vocab-size 8": "--vocab-size is 8, and nothing reads it: llama-tiny states its own, 256",
     f"plan {_TINY} --image-size 8": "--image-size is 8, and nothing reads it: llama-tiny takes text alone",
     f"plan --model {_HERE}:plain_decoder --vocab-size 8 --images 2": "--images is 2, and nothing reads it",
-    f"profile {_TINY} --json - --limit 3": "--limit is 3, and nothing reads it: --json - prints everything",
+    f"profile {_TINY} --json - --budget 3GB": "--budget is '3GB', and nothing reads it: --json - prints everything",
     f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
     "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
     f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",

@@ -1,19 +1,13 @@
 """`nemo-like profile`: the measured bytes and times of each layer of a model, or of training modes side by side."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
 
 from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import parse_bytes, parse_dtype
-
-if TYPE_CHECKING:
-    from nemo_like.profiling import ProfileReport
 
 EXAMPLES = (
     "--model llama-small --seq-len 256 --budget 20MB",
@@ -45,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--runs", type=int, default=3, help="measured steps, of each mode (default: 3)")
     parser.add_argument("--budget", help="also print layers to recompute for this peak, such as 2GB")
-    parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", metavar="PATH", help="write everything here, as JSON ('-': standard output)")
 
@@ -70,18 +63,16 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
-    if args.limit is not None:
-        check_whole("--limit", args.limit, 1)
     check_whole("--runs", args.runs, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     check_writable("--json", args.json)
     if args.json == "-":
-        refuse_unread(args, ["limit", "budget", "wide"], "--json - prints everything, and nothing else.")
+        refuse_unread(args, ["budget", "wide"], "--json - prints everything, and nothing else.")
     if args.modes is None:
         refuse_unread(args, ["strategy"], "layers are measured on one device.")
     else:
-        refuse_unread(args, ["layers", "limit", "budget"], "--modes measures whole steps.")
+        refuse_unread(args, ["layers", "budget"], "--modes measures whole steps.")
         for mode in args.modes.split(","):
             Job.of(args.strategy, **keywords_of(mode))
     device = local_device() if args.device is None else checked_device(args.device)
@@ -98,8 +89,9 @@ def run(args: argparse.Namespace) -> int:
         width = None if args.wide else screen_width()
         try:
             if args.modes is None:
-                profile = MemoryProfiler(model, device, layers=args.layers).profile(sample, args.runs)
-                json, text = profile.to_json(), _layers_text(args, profile, budget, width)
+                profiler = MemoryProfiler(model, device, layers=args.layers)
+                report = profiler.profile(sample, args.runs)
+                json, text = report.to_json(), report.table(width)
             else:
                 compared = compare(model, sample, args.modes.split(","), device, args.strategy, args.runs)
                 compared.about.update(model=args.model, step=step)
@@ -115,18 +107,12 @@ def run(args: argparse.Namespace) -> int:
             write_text(args.json, json)
             if args.json != "-":
                 print(text)
+            if budget is not None:
+                names = profiler.recommend_layers(budget / 1e6)
+                peak = report.unit.word(report.predict_peak_bytes(names))
+                call = f"model = parallelize(model, ac='full', layers={names})" if names else "ac='none'"
+                layers = f"recompute {len(names)} of {len(report)} layers"
+                words = f"For a peak of activations within {args.budget}: {layers}. Predicted: {peak}. Paste: {call}"
+                print(f"\n{paragraph(words, width)}")
     return 0
-
-
-def _layers_text(args: argparse.Namespace, report: ProfileReport, budget: int | None, width: int | None) -> str:
-    from nemo_like.profiling import recommend
-
-    first, last = "", f"Next: nemo-like profile --model {args.model} --modes, which measures whole steps of each mode."
-    if budget is not None:
-        names = recommend(report, budget / 1e6)
-        layers = f"recompute {len(names)} of {len(report)} layers" if names else "recompute nothing"
-        peak = report.unit.word(report.predict_peak_bytes(names))
-        sentence = f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}."
-        first = f"{paragraph(sentence, width)}\n"
-        last = f"Paste: model = parallelize(model, ac='full', layers={names})" if names else "Paste: ac='none'"
-    return f"{first}{report.table(args.limit, width)}\n\n{paragraph(last, width)}"
+    return 0

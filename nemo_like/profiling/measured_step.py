@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes, LiveBytes
 from nemo_like._util.module_tree import bare_name
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.distributed.launch import world_size
 from nemo_like.torch_compat import local_part
 
@@ -24,10 +24,8 @@ def step_loss(model: nn.Module, sample: object, loss_fn: LossFn | None = None) -
 
     `sample`: a mapping is passed by keyword, a tuple or list by position, anything else as one argument.
     """
-    if isinstance(sample, Mapping):
-        output = model(**sample)
-    else:
-        output = model(*sample) if isinstance(sample, tuple | list) else model(sample)
+    args, kwargs = split_sample(sample)
+    output = model(*args, **kwargs)
     if loss_fn is not None:
         result = loss_fn(output)
         if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:

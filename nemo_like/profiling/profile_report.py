@@ -15,7 +15,7 @@ MB = 10**6
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer, over all its calls in a step. Times are medians over the runs; spreads are (max - min) / median."""
+    """One layer, over all its calls in a step. Times are medians over the runs."""
 
     name: str
     """Its name (FQN) in the original model."""
@@ -32,8 +32,8 @@ class LayerProfile:
     """Milliseconds of its forward, the cost of recomputing it."""
     backward_ms: float
     """Milliseconds of its backward."""
-    forward_spread: float
-    backward_spread: float
+    spread: float
+    """(max - min) / median of these times, the larger."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,6 @@ class ProfileReport:
         """Every byte saved for backward, each storage once."""
         return self.outside_bytes + sum(row.activation_bytes for row in self.layers)
 
-    @property
-    def forward_ms(self) -> float:
-        """Milliseconds of all layers' forwards."""
-        return sum(row.forward_ms for row in self.layers)
-
-    @property
-    def backward_ms(self) -> float:
-        """Milliseconds of all layers' backwards."""
-        return sum(row.backward_ms for row in self.layers)
-
     def __iter__(self) -> Iterator[LayerProfile]:
         return iter(self.layers)
 
@@ -98,11 +88,8 @@ class ProfileReport:
         """
         return predict_peak(self.moments, self.calls, {self.call_names.index(self[name].name) for name in checkpointed})
 
-    def table(self, limit: int | None = None, width: int | None = None) -> str:
-        """Return it as text for a screen of `width` columns, the largest `limit` layers.
-
-        None: all layers, and as wide as it gets.
-        """
+    def table(self, width: int | None = None) -> str:
+        """Return it as text for a screen of `width` columns (None: as wide as it gets)."""
         unit = self.unit
         columns = (
             Column("layer", left=True, least=28),
@@ -121,25 +108,21 @@ class ProfileReport:
                 unit.number(row.freed_bytes),
                 three_digits(row.forward_ms),
                 three_digits(row.backward_ms),
-                percent(max(row.forward_spread, row.backward_spread)),
+                percent(row.spread),
             )
-            for row in self.layers[:limit]
+            for row in self.layers
         )
-        rendered = Table(columns, tuple(rows))
         peak, recomputed = unit.word(self.peak_bytes), unit.word(self.predict_peak_bytes(self.call_names))
         answer = f"Peak of activations: {peak}; with a recompute of every layer: {recomputed}."
         about = (
             f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
             f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers. "
             f"Step: {three_digits(self.step_ms)} ms (spread {percent(self.step_spread)}), of it layers forward "
-            f"{three_digits(self.forward_ms)} ms, backward {three_digits(self.backward_ms)} ms."
+            f"{three_digits(sum(row.forward_ms for row in self.layers))} ms, backward "
+            f"{three_digits(sum(row.backward_ms for row in self.layers))} ms."
         )
-        lines = [rendered.text(width)]
-        if limit is not None and limit < len(self.layers):
-            lines.append(f"... and {len(self.layers) - limit} more")
-        if hidden := rendered.hidden(width):
-            lines.append(paragraph(hidden, width))
-        return "\n\n".join([f"{paragraph(answer, width)}\n{paragraph(about, width)}", "\n".join(lines)])
+        rendered = Table(columns, tuple(rows)).with_note(width=width)
+        return f"{paragraph(answer, width)}\n{paragraph(about, width)}\n\n{rendered}"
 
     @property
     def unit(self) -> ByteUnit:

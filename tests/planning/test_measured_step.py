@@ -99,15 +99,12 @@ def test_the_command_writes_a_gpu_and_plans_with_it(tmp_path: Path, capsys: pyte
     assert made["bandwidth"] == pytest.approx(plain["bandwidth"] * factor) and resolve_device(path).name == "mine"
 
 
-def test_a_calibration_takes_the_median_over_the_products_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_takes_the_median_of_the_products_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the table's rates are. Judge: the linears of transformers' Llama 3 8B."""
     with torch.device("meta"):
         config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=1)
         layer = LlamaForCausalLM(config).model.layers[0]
-    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
-    assert sorted(calibration.SHAPES) == sorted((linear.in_features, linear.out_features) for linear in linears)
-    seconds = iter([1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0])  # a rate by the shapes' FLOPs
-    monkeypatch.setattr(calibration, "_seconds", lambda run, limit: next(seconds))
-    rates = [2 * 512 * (width // 16) * (out // 16) for width, out in calibration.SHAPES]
-    wanted = sorted(rate / taken for rate, taken in zip(rates, [1.0, 1.0, 4.0, 5.0, 1.0, 1.0, 2.0]))[3]
-    assert calibration._matmul(torch.device("cpu"), torch.float32, 1.0) == wanted
+    sizes = sorted(module.weight.numel() for module in layer.modules() if isinstance(module, torch.nn.Linear))
+    assert sizes[len(sizes) // 2] == (16 * 256) ** 2  # a CPU's is a 16th as wide
+    monkeypatch.setattr(calibration, "_seconds", lambda run, limit: 2.0)
+    assert calibration._matmul(torch.device("cpu"), torch.float32, 1.0) == 512 * 256**2

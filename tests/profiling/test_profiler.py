@@ -65,7 +65,7 @@ def test_bytes_are_those_that_autograd_saves():
         # All but the block's own input is freed when the block is replayed.
         assert row.freed_bytes == row.activation_bytes - 4 * n * 16
         assert row.forward_ms > 0 and row.backward_ms > 0 and row.calls == 1
-    assert report.step_ms >= report.forward_ms * 0.5 > 0
+    assert report.step_ms >= sum(row.forward_ms for row in report) * 0.5 > 0
 
 
 def test_a_storage_is_counted_once_and_at_the_layer_that_saves_it_first():
@@ -119,7 +119,6 @@ def test_report_reads_as_table_and_json():
     assert [row[0] for row in rows] == ["1", "0"] and "2 layers" in first
     assert first.startswith(f"Peak of activations: {report.unit.word(report.peak_bytes)};")
     assert max(map(len, report.table(width=80).splitlines())) <= 80
-    assert "... and 1 more" in report.table(limit=1)
     values = json.loads(report.to_json())
     assert values["peak_bytes"] == report.peak_bytes and [row["name"] for row in values["layers"]] == ["1", "0"]
 
