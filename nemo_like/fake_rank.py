@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,12 +45,11 @@ from nemo_like.planning.devices import Device, device_of, resolve_device
 from nemo_like.planning.memory_model.storage_ledger import (
     PARAMETERS,
     Level,
+    Repeats,
     StepMoment,
     StorageLedger,
-    Stretch,
     leave_out,
     repeats,
-    whole_levels,
 )
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
@@ -114,8 +113,8 @@ def dry_run(
             ``PipelineParallel.microbatches`` of them.
         rank: which of them this process plays.
         layers: how many layers of each stretch of equal ones run, 5 or more (periods, where several kinds alternate). The
-            others add the bytes of their neighbours, event by event. Where two neighbours differ, or the peak is
-            another than the plan's, all run, which is logged. None, with ``pp``, and where no plan is made: all run.
+            others add as many bytes as one more does. Where the peak is then another than the plan's, all run, which is
+            logged. None, with ``pp``, and where no plan is made: all run.
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
@@ -150,7 +149,7 @@ def dry_run(
         planned = PlannedRank(job, None, None)
     job = replace(job, ac=planned.job.ac)
 
-    def run(shortened: _Shortened) -> dict[StepMoment, Level] | None:
+    def run(skipped: Mapping[str, BlockKind]) -> dict[StepMoment, Level]:
         # Without the checks in the first step of a real job, which compare values.
         with (
             unsaid(),
@@ -158,22 +157,17 @@ def dry_run(
             torch.random.fork_rng(devices=[]),
             fake_ranks(rank, job.ranks),
         ):
-            return _run(model, sample_input, job, shortened)
+            return _run(model, sample_input, job, skipped)
 
-    shortened, levels = _Shortened(), None
     if layers is not None and planned.traced is not None and planned.peak_bytes is not None:
         ahead = max(1, job.strategy.forward_prefetch) if isinstance(job.strategy, FSDP2) else 1
-        # A layer gathers so many behind it: those around the gap gather layers.
-        shortened = _shortened(planned.traced, job.ac, max(layers, 3 + 2 * ahead))
-    if shortened.kinds:
-        levels = run(shortened)
-        off = None if levels is None else max(level.total for level in levels.values()) - (planned.peak_bytes or 0)
-        if off is None or abs(off) > SAME:
+        kept = max(layers, 3 + 2 * ahead)  # A layer gathers so many behind it: those around the gap gather layers.
+        if stretches := _stretches(planned.traced, job.ac, kept):
+            levels = _levels_of_all(run, planned.traced, stretches, kept)
+            if abs(max(level.total for level in levels.values()) - planned.peak_bytes) <= SAME:
+                return DryRun(levels, planned.peak_bytes)
             say_once("Few layers do not tell the bytes of all (another peak than the plan's): all layers run.")
-            levels = None
-    levels = run(_Shortened()) if levels is None else levels
-    assert levels is not None  # all layers are there
-    return DryRun(levels, planned.peak_bytes)
+    return DryRun(run({}), planned.peak_bytes)
 
 
 def _model(model_or_config: object) -> nn.Module:
@@ -187,38 +181,46 @@ def _model(model_or_config: object) -> nn.Module:
     return source_of(type(model_or_config).__name__, model_or_config).build("meta")
 
 
-@dataclass(frozen=True)
-class _Shortened:
-    """A model with fewer of the layers that repeat."""
-
-    # By the name of a layer that is left out, the kind whose outputs it returns.
-    kinds: Mapping[str, BlockKind] = field(default_factory=dict)
-    # For each stretch, periods that are left out, and names of the layers of the periods around the gap.
-    gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
-
-
-def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
-    """Return the layers to leave out of a model, so that `kept` periods of each stretch of equal ones are run."""
+def _stretches(traced: ModelTrace, ac: object, kept: int) -> list[Repeats]:
+    """Return the stretches of equal periods of which `kept` may represent all."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
         say_once("A layer is called several times in one forward: all layers run.")
-        return _Shortened()
+        return []
     if any(kind.left or kind.given for kind in traced.kinds):
         say_once("The model and its layers set attributes for each other: all layers run.")
-        return _Shortened()
+        return []
     decisions = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
-    gaps = []
-    kinds: dict[str, BlockKind] = {}
-    for stretch in repeats([(call.kind, decisions.get(call.fqn)) for call in traced.calls], kept):
-        kinds |= {names[at]: traced.kinds[traced.calls[at].kind] for at in stretch.left_out(kept)}
-        around = tuple(tuple(names[at] for at in period) for period in stretch.between(kept))
-        gaps.append((stretch.count - kept, around))
-    return _Shortened(kinds, tuple(gaps))
+    return repeats([(call.kind, decisions.get(call.fqn)) for call in traced.calls], kept)
 
 
-def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened) -> dict[StepMoment, Level] | None:
-    """Return the levels of a step, of which the layers that are left out do not run; None: they are not known."""
-    mine, loop, skipped = copy_on_meta(model), job.step, shortened.kinds
+def _levels_of_all(
+    run: Callable[[Mapping[str, BlockKind]], dict[StepMoment, Level]],
+    traced: ModelTrace,
+    stretches: Sequence[Repeats],
+    kept: int,
+) -> dict[StepMoment, Level]:
+    """Return the levels of the whole model by runs of short ones: each further period adds as many bytes as one does.
+
+    Levels of left-out periods are between those of their neighbours, so that none of them is the highest.
+
+    run: returns the levels of a run without the layers of these names; their kinds have the outputs that they return.
+    """
+
+    def without(more: Repeats | None = None) -> dict[str, BlockKind]:
+        calls = [traced.calls[at] for each in stretches for at in each.left_out(kept + (each is more))]
+        return {call.fqn: traced.kinds[call.kind] for call in calls}
+
+    levels = short = run(without())
+    for stretch in stretches:
+        longer, missing = run(without(stretch)), stretch.count - kept
+        levels = {at: level.of_more(short[at], longer[at], missing) for at, level in levels.items() if at in longer}
+    return levels
+
+
+def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str, BlockKind]) -> dict[StepMoment, Level]:
+    """Return the levels of a step without the `skipped` layers, by their names; their kinds have their outputs."""
+    mine, loop = copy_on_meta(model), job.step
     names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]
     leave_out(mine, skipped)
     if skipped or job.layers is not None:
@@ -262,7 +264,6 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
             gc.collect()
             ledger.own([*map(local_part, parallelized.parameters()), *averaged.values()], PARAMETERS)
             ledger.begin()
-            stretches = [_stretch(*gap, by_name, optimizers, averaged, ledger) for gap in shortened.gaps]
             go()
             ledger.phase = "optimizer step"
             for optimizer in optimizers:
@@ -271,32 +272,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
                 if device.kind == "cuda" and not optimizer.defaults.get("fused"):  # torch counts steps on the host
                     ledger.disown(state["step"] for state in optimizer.state.values() if "step" in state)
                 optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
-        return whole_levels(ledger, stretches)
-
-
-def _stretch(
-    missing: int,
-    around: tuple[tuple[str, ...], ...],
-    layers: Mapping[str, nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    averaged: Mapping[torch.Tensor, torch.Tensor],
-    ledger: StorageLedger,
-) -> Stretch:
-    """Return a stretch of layers as it is when a step begins. `averaged`: weights, by their parameters."""
-    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    # Tensors that one optimizer makes for all parameters are there for those that are left out, too.
-    groups = optimizers[0].param_groups if len(optimizers) == 1 else []
-    trained = [parameter for group in groups for parameter in group["params"]]
-    here = [parameter for name in around[1] for parameter in layers[name].parameters()]
-    tensors = (
-        each
-        for p in here
-        for each in (p, p.grad, averaged.get(p), *states.get(p, {}).values())
-        if torch.is_tensor(each)
-    )
-    numbers = {id(parameter): number for number, parameter in enumerate(trained)}
-    base = ledger.parts_of(map(local_part, tensors))
-    return Stretch(missing, around, base, frozenset(numbers[id(p)] for p in here if id(p) in numbers))
+        return ledger.levels()
 
 
 def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str, nn.Module]:

@@ -78,10 +78,9 @@ class LiveBytes(TorchDispatchMode):
                 if tensor.layout is torch.strided:
                     self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
-        tensors = tensors_in(out)
-        for position, tensor in enumerate(tensors):
+        for tensor in tensors_in(out):
             if tensor.layout is torch.strided and not tensor.is_meta:
-                self.count(tensor, position if len(tensors) > 1 else -1)
+                self.count(tensor)
         scratch = self.scratch(func, args, kwargs or {}, out)
         if scratch:
             number = self._next()
@@ -93,11 +92,8 @@ class LiveBytes(TorchDispatchMode):
         """Return the bytes that an operator takes and gives back: 0 here, where no operator is known."""
         return 0
 
-    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
-        """Count the storage of `tensor` from now on, unless it is known already; return its number.
-
-        position: that of `tensor` among an operator's outputs, where there are several.
-        """
+    def count(self, tensor: torch.Tensor) -> int:
+        """Count the storage of `tensor` from now on, unless it is known already; return its number."""
         storage = tensor.untyped_storage()
         number = self.numbers.get(storage)
         if number is None:

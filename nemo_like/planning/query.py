@@ -532,7 +532,7 @@ class PlannedStage(Forward):
         MicrobatchCall(tree, self.next)
 
     def __call__(self, given: Tensor | None = None, **batch: Any) -> Tensor:
-        """`given`: what the stage before sent; None: it is the first stage."""
+        """`given`: the hidden states of the stage before; None: it is the first one."""
         self.received.tensors = () if given is None else (given.requires_grad_(),)
         try:
             output = call_of(self.module)(**batch)

@@ -50,7 +50,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.walk = walk = walk_of(module)
         self._tables = list(map(dict.copy, walk.tables))
-        self._values: list[Own] = []  # What is put back: other values would live for longer, and their graphs.
+        self._values: list[Own] = []  # Values that are put back; others would live for longer, and their graphs.
         self._watched: list[tuple[int, str]] = []  # Owner and name of the attributes that have a sign, and of tensors.
         # Containers of plain values: one that is exchanged is put back, and one that is changed in place has a sign.
         self._held: dict[tuple[int, str], Any] = {}

@@ -48,14 +48,19 @@ class Level:
     op: str  # Operator that made the last storage.
     parts: Counter[str]
 
+    def of_more(self, short: Level, longer: Level, missing: int) -> Level:
+        """Return the level of a model with so many more periods, of which one makes the difference of two others."""
+        parts = Counter(self.parts)
+        for part in longer.parts.keys() | short.parts.keys():
+            parts[part] += missing * (longer.parts[part] - short.parts[part])
+        return Level(self.total + missing * (longer.total - short.total), self.op, parts)
+
 
 @dataclass(eq=False)
 class Storage:
     """One storage that was made."""
 
     part: str
-    # Number of the parameter for which an operator of the optimizer over all parameters made it; -1: none.
-    position: int = -1
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,6 @@ class StorageLedger(TracedBytes):
         self._marks: tuple[list[int], list[str]] = ([], [])
         # Place, product and name of the running operator; None: none runs.
         self.running: tuple[str, str, str] | None = None
-        self._position = -1  # Position of the counted tensor in the operator's output.
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
             torch.UntypedStorage.resize_,
             torch.get_rng_state,
@@ -149,35 +153,16 @@ class StorageLedger(TracedBytes):
         self.steps += 1
         self._marks = ([], [])
 
-    def parts_of(self, tensors: Iterable[torch.Tensor] | None = None) -> Counter[str]:
-        """Return the bytes of `tensors` (None: of all) that were alive when the step began, by part."""
-        numbers = self._before.keys()
-        parts: Counter[str] = Counter()
-        for number in numbers if tensors is None else numbers & {self.number(tensor) for tensor in tensors}:
-            parts[self._storages[number].part] += self._before[number]
-        return parts
-
-    def levels(
-        self, inserted: Mapping[int, Counter[str]] | None = None, times: Mapping[int, int] | None = None
-    ) -> dict[StepMoment, Level]:
-        """Return the most bytes alive in each moment of the step, in order.
-
-        Args:
-            inserted: bytes that are alive from an event on, by its number, though nothing of this run made them.
-            times: how often the optimizer's storages of a parameter count, by the parameter's number; default: once.
-        """
-        inserted, times = inserted or {}, times or {}
-        now = self.parts_of()
-        now.update(inserted.get(-1, Counter()))
+    def levels(self) -> dict[StepMoment, Level]:
+        """Return the most bytes alive in each moment of the step, in order."""
+        now: Counter[str] = Counter()
+        for number, size in self._before.items():
+            now[self._storages[number].part] += size
         total = sum(now.values())
         stretches = [("start of the step", Level(total, "", Counter(now)))]
-        for number, event in enumerate(self.events):
-            if number in inserted:
-                now.update(inserted[number])
-                total += sum(inserted[number].values())
-            size = event.size * times.get(event.storage.position, 1)
-            now[event.storage.part] += size
-            total += size
+        for event in self.events:
+            now[event.storage.part] += event.size
+            total += event.size
             if event.where != stretches[-1][0]:
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
@@ -242,20 +227,12 @@ class StorageLedger(TracedBytes):
         """Return the bytes that an operator takes and gives back, gloo's own copies among them."""
         return super().scratch(func, args, kwargs, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
 
-    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
-        """Count a storage as `LiveBytes` does."""
-        self._position = position
-        return super().count(tensor)
-
     def changed(self, number: int, size: int) -> None:
         """Note a change as `LiveBytes` does, with where it is."""
         where, part, op = (*self.place(), "") if self.running is None else self.running
         more = size - self.sizes.get(number, 0)
         if number not in self._storages:
-            position = self._position if part == OPTIMIZER else -1
-            self._storages[number] = Storage(
-                part if part in (PARAMETERS, OPTIMIZER) else _part_of_fsdp() or part, position
-            )
+            self._storages[number] = Storage(part if part in (PARAMETERS, OPTIMIZER) else _part_of_fsdp() or part)
         super().changed(number, size)
         self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
 
@@ -308,13 +285,6 @@ class Repeats:
         """Return the numbers of the layers to leave out for `kept` periods: those in the middle, one more behind."""
         ahead = (kept - 1) // 2
         return range(self.first + ahead * self.period, self.first + (self.count - kept + ahead) * self.period)
-
-    def between(self, kept: int) -> tuple[range, range, range, range]:
-        """Return the four periods around the gap, two in front and two behind, as numbers of layers of the whole model."""
-        gap = self.left_out(kept)
-        begins = (gap.start - 2 * self.period, gap.start - self.period, gap.stop, gap.stop + self.period)
-        first, second, third, fourth = (range(at, at + self.period) for at in begins)
-        return first, second, third, fourth
 
 
 def repeats(kinds: Sequence[Hashable], kept: int) -> list[Repeats]:
@@ -387,59 +357,3 @@ def leave_out(model: nn.Module, layers: Mapping[str, BlockKind]) -> None:
     for name, kind in layers.items():
         parent, _, child = name.rpartition(".")
         model.get_submodule(parent)._modules[child] = SkippedLayer(model.get_submodule(name), kind)
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A stretch that a model was shortened in, with the facts that a run of the short model gives about it."""
-
-    missing: int  # Number of periods that are left out.
-    # Names of the layers of the two periods in front of the gap, and of the two behind it.
-    around: tuple[tuple[str, ...], ...]
-    # Bytes of one period's parameters, gradients and optimizer state when the step begins.
-    base: Counter[str]
-    parameters: frozenset[int]  # Numbers of one period's parameters in the optimizer.
-
-
-def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[StepMoment, Level] | None:
-    """Return the levels of a step of the whole model, from the events of a step of the short one.
-
-    A period that is left out adds the same bytes as its neighbours. In forward this is the difference between the
-    points where the period in front of the gap begins and where the one behind it does; backward is alike. Levels of
-    left-out periods are between those of the neighbours, so that none of them is the highest.
-
-    Returns:
-        None where the neighbours do not allocate and free the same, so that nothing is known.
-    """
-    inserted: dict[int, Counter[str]] = {-1: Counter()}
-    times: dict[int, int] = {}
-    passes = _passes(ledger.events)
-    for stretch in stretches:
-        inserted[-1].update({part: stretch.missing * size for part, size in stretch.base.items()})
-        times |= dict.fromkeys(stretch.parameters, 1 + stretch.missing)
-        for forward, backward in passes:
-            _, before, behind, last = (forward.get(names[0]) for names in stretch.around)
-            ends = [backward.get(names[-1]) for names in stretch.around]
-            for begins in ((before, behind, last), (ends[2], ends[1], ends[0])):
-                first, second, third = begins
-                if first is None or second is None or third is None:
-                    return None
-                changes = [[(e.size, e.op) for e in ledger.events[a:b]] for a, b in ((first, second), (second, third))]
-                if changes[0] != changes[1]:
-                    return None
-                added = inserted.setdefault(second, Counter())
-                for event in ledger.events[first:second]:
-                    added[event.storage.part] += event.size * stretch.missing
-    return ledger.levels(inserted, times)
-
-
-def _passes(events: Sequence[Event]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Return, for each micro-batch, at which event each layer's forward begins, and its backward."""
-    passes: list[tuple[dict[str, int], dict[str, int]]] = [({}, {})]
-    for number, event in enumerate(events):
-        phase, _, layer = event.where.partition(" of ")
-        if phase.startswith("forward") and passes[-1][1]:
-            passes.append(({}, {}))
-        if layer and phase in ("forward", "backward"):
-            passes[-1][phase == "backward"].setdefault(layer, number)
-    return passes
