@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from nemo_like import parallelize
 from nemo_like.activation_checkpointing import SelectivePolicy
-from nemo_like.activation_checkpointing.engine import RegionError, run_region
-from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
+from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, TorchPolicy
 from tests.checks import assert_bitwise
-from tests.models.blocks import gradients, region
-from tests.models.families import FAMILIES
+from tests.models.blocks import checkpoint_region, gradients, region
 
 D = 8
 POLICIES = [FullPolicy(), SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)]
@@ -27,7 +24,7 @@ POLICIES = [FullPolicy(), SelectivePolicy(), SelectivePolicy(every_nth_matmul=No
 class Noisy(nn.Module):
     """Its noise comes in place, and from the second call on only if it says so: `learnt` from the first is not enough."""
 
-    def __init__(self, on: tuple[int, ...]) -> None:
+    def __init__(self, *on: int) -> None:
         super().__init__()
         self.linear, self.on, self.calls = nn.Linear(D, D), on, 0
 
@@ -38,83 +35,47 @@ class Noisy(nn.Module):
         return self.linear(x).tanh() * x
 
 
-class Model(nn.Module):
-    def __init__(self, policy: Policy | None, on: tuple[int, ...] = (0, 1, 2)) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.noisy = nn.Linear(D, D), nn.Linear(D, D), Noisy(on)
-        if policy is not None:
-            self.noisy = CheckpointWrapper(self.noisy, policy=policy)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.second(self.noisy(h) + h)
-
-
-def _gradients_of_writes(model: nn.Module, backwards: int = 1) -> list[Tensor]:
-    for seed in range(3):
-        model.zero_grad()
-        torch.manual_seed(seed)
-        loss = model(torch.randn(3, D)).square().sum()
-        for _ in range(backwards - 1):
+def _train(policy: Policy | None, *on: int, backwards: int = 1) -> list[Tensor | None]:
+    """Gradients of three steps, in which the noise is `on` in those of these numbers."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(D, D), Noisy(*on), nn.Linear(D, D)])
+    first, noisy, second = model
+    run = noisy if policy is None else region(noisy, policy)
+    for _ in range(3):
+        h = first(torch.randn(3, D))
+        loss = second(run(h) + h).square().sum()
+        for _ in range(backwards):
             loss.backward(retain_graph=True)
-        loss.backward()
     return [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_those_of_the_bare_model(policy: Policy, backwards: int) -> None:
-    assert_bitwise(_gradients_of_writes(Model(policy), backwards), _gradients_of_writes(Model(None), backwards))
+    assert_bitwise(_train(policy, 0, 1, 2, backwards=backwards), _train(None, 0, 1, 2, backwards=backwards))
 
 
 def test_a_policy_that_keeps_something_notices_a_late_change_too() -> None:
-    assert_bitwise(_gradients_of_writes(Model(SelectivePolicy(), on=(2,))), _gradients_of_writes(Model(None, on=(2,))))
-
-
-def _late() -> None:
-    _gradients_of_writes(Model(FullPolicy(), on=(2,)))  # operators are no longer watched
+    assert_bitwise(_train(SelectivePolicy(), 2), _train(None, 2))
 
 
 def _shared_memory() -> None:
     base = nn.Linear(D, D)(torch.ones(4, D))  # inputs that share memory are not copied apart
-    CheckpointWrapper(Noisy(on=(0,)), policy=FullPolicy())(base[:2], base[:2].detach()).sum().backward()
+    region(Noisy(0), FullPolicy())(base[:2], base[:2].detach()).sum().backward()
 
 
 def _by_the_caller() -> None:
     h = nn.Linear(D, D)(torch.ones(2, D))
-    loss = CheckpointWrapper(Noisy(on=()), policy=FullPolicy())(h).sum()
+    loss = region(Noisy(), FullPolicy())(h).sum()
     h.mul_(2)
     loss.backward()
 
 
-@pytest.mark.parametrize("change", [_late, _shared_memory, _by_the_caller])
-def test_a_change_that_cannot_be_made_again_is_an_error(change: Callable[[], None]) -> None:
+# The first is late: operators are no longer watched.
+@pytest.mark.parametrize("change", [lambda: _train(FullPolicy(), 2), _shared_memory, _by_the_caller])
+def test_a_change_that_cannot_be_made_again_is_an_error(change: Callable[[], Any]) -> None:
     with pytest.raises(RegionError, match="one of its inputs was changed in place"):
         change()
-
-
-@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
-@pytest.mark.parametrize(
-    "settings", [{"router_jitter_noise": 0.1}, {"output_router_logits": True}], ids=["jitter", "router loss"]
-)
-def test_mixtral(settings: dict[str, Any], ac: str) -> None:
-    pytest.importorskip("transformers")
-
-    def run(ac: str | None) -> list[Tensor]:
-        model = FAMILIES["mixtral"].build()
-        for name, value in settings.items():
-            setattr(model.config, name, value)
-        for module in model.modules():
-            if hasattr(module, "jitter_noise"):
-                module.jitter_noise = model.config.router_jitter_noise
-        model = model if ac is None else parallelize(model, "single", ac)
-        for _ in range(2):
-            model.zero_grad()
-            FAMILIES["mixtral"].step(model).backward()
-        return [p.grad for p in model.parameters()]
-
-    assert_bitwise(run(ac), run(None))
 
 
 class Twice(nn.Module):
@@ -134,110 +95,89 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_tensor_in_two_places_is_one_in_recomputation(policy: Policy, hooks: bool, writes: bool) -> None:
-    def gradients_of(policy: Policy | None) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        first, twice = nn.Linear(D, D), Twice(writes)
-        layer = twice if policy is None else CheckpointWrapper(twice, policy=policy)
-        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with around if hooks else contextlib.nullcontext():
-            h = first(torch.randn(3, D)) * 1.0
-            layer(h, h).square().sum().backward()
-        return [parameter.grad for parameter in (*first.parameters(), *twice.parameters())]
-
-    assert_bitwise(gradients_of(policy), gradients_of(None))
+    twice, x = Twice(writes), torch.randn(3, D)
+    ours = region(twice, policy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else contextlib.nullcontext():
+        found = gradients(lambda h: ours(h, h), twice, x)
+        assert_bitwise(found, gradients(lambda h: twice(h, h), twice, x))
 
 
 LAYOUT_POLICIES = [FullPolicy(), SelectivePolicy()]
-
-
-def _graph(layout: str) -> Tensor:
-    dense = (torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) > 0.5).float()
-    return dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("policy", LAYOUT_POLICIES, ids=lambda p: type(p).__name__)
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-def test_a_sparse_matrix_that_autograd_saves(layout: str, policy: Policy) -> None:
-    graph = _graph(layout)
-    weight = torch.randn(4, 4, requires_grad=True)
-    x = torch.randn(6, 4, requires_grad=True)
-
-    def convolution(nodes: Tensor) -> Tensor:
-        return torch.sparse.mm(graph, (nodes @ weight).tanh()).relu()
-
-    expected = torch.autograd.grad(convolution(x).square().sum(), [x, weight])
-    out = run_region(convolution, (x,), {}, policy=policy)
-    assert_bitwise(torch.autograd.grad(out.square().sum(), [x, weight]), expected)
-
-
+GRAPH = (torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) > 0.5).float()
 INDICES = torch.tensor([[0, 1, 2, 5], [3, 0, 2, 1]])
+LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
 
 
-def sparse_attention(nodes: Tensor) -> Tensor:
+def _sparse_attention(nodes: Tensor) -> Tensor:
     scores = torch.sparse_coo_tensor(INDICES, (nodes[INDICES[0]] * nodes[INDICES[1]]).sum(-1), (6, 6))
     return torch.sparse.mm(torch.sparse.softmax(scores, 1), nodes)
 
 
-def mkldnn_relu(value: Tensor) -> Tensor:
+def _mkldnn_relu(value: Tensor) -> Tensor:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no mkldnn")
     return (value * 2).to_mkldnn().relu().to_dense() * value
 
 
 @pytest.mark.parametrize("policy", LAYOUT_POLICIES, ids=lambda p: type(p).__name__)
-@pytest.mark.parametrize("function", [sparse_attention, mkldnn_relu])
+@pytest.mark.parametrize("function", [_sparse_attention, _mkldnn_relu])
 def test_what_is_not_strided_and_made_inside(function: Callable[[Tensor], Tensor], policy: Policy) -> None:
-    if function is mkldnn_relu and not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no mkldnn")
     x, holder = torch.randn(6, 4), nn.Module()
     assert_bitwise(gradients(region(function, policy), holder, x), gradients(function, holder, x))
 
 
-def test_another_number_of_changes_in_place_is_named() -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    calls: list[int] = []
-
-    def region(value: Tensor) -> Tensor:
-        scratch = torch.ones(64, 64)
-        for _ in calls:
-            scratch.mul_(1.0)
-        calls.append(1)
-        return value * scratch
-
-    out = run_region(region, (x,), {}, policy=FullPolicy())
-    with pytest.raises(RegionError, match="changed in place 0 times in forward, and 1 by now"):
-        out.sum().backward()
-
-
 class Neighbours(nn.Module):
-    """Has a sparse tensor among its attributes, and exchanges it where it `changes`."""
+    """Has a sparse tensor, which autograd saves, at a place of its own, and exchanges it where it `changes`."""
 
-    def __init__(self, layout: str, buffer: bool, changes: bool) -> None:
+    def __init__(self, layout: str, place: str, changes: bool) -> None:
         super().__init__()
-        self.up, self.changes = nn.Linear(8, 8), changes
-        if buffer:
-            self.register_buffer("graph", _graph(layout))
+        self.up, self.place, self.changes = nn.Linear(8, 8), place, changes
+        graph = LAYOUTS[layout](GRAPH)
+        if place == "buffer":
+            self.register_buffer("graph", graph)
         else:
-            self.graph = _graph(layout)
+            self.graph = graph
 
     def forward(self, x: Tensor) -> Tensor:
         graph = self.graph
         if self.changes:
             self.graph = graph * 2
-        return x + torch.sparse.mm(graph, self.up(x).tanh())
+        return x + torch.sparse.mm(graph, self.up(x).tanh()).relu()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("changes", [False, True], ids=["constant", "changes"])
-@pytest.mark.parametrize("buffer", [False, True], ids=["attribute", "buffer"])
-@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("place", ["attribute", "buffer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", LAYOUT_POLICIES, ids=lambda p: type(p).__name__)
-def test_a_sparse_matrix_among_the_attributes(policy: Policy, layout: str, buffer: bool, changes: bool) -> None:
-    layer, bare = Neighbours(layout, buffer, changes), Neighbours(layout, buffer, changes)
+def test_a_sparse_matrix_that_autograd_saves(policy: Policy, layout: str, place: str, changes: bool) -> None:
+    layer, bare = Neighbours(layout, place, changes), Neighbours(layout, place, changes)
     bare.up.load_state_dict(layer.up.state_dict())
     x = torch.randn(6, 8)
     for _ in range(3):
         assert_bitwise(gradients(region(layer, policy), layer, x), gradients(bare, bare, x))
     assert torch.equal(layer.graph.to_dense(), bare.graph.to_dense())
+
+
+def _changes_scratch(x: Tensor, number: int) -> Tensor:
+    scratch = torch.ones(8)
+    for _ in range(number):
+        scratch.mul_(1.0)
+    return x * scratch
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_changes_scratch, r"layers\.4.*changed in place 0 times in forward, and 1 by now"),
+        (lambda x, number: x[: 3 + number].exp().sin(), r"layers\.4.*shape \(3,\).*has \(4,\)"),
+    ],
+)
+def test_another_number_of_changes_or_another_shape_is_named(function: Callable[..., Tensor], message: str) -> None:
+    x, calls = torch.randn(8, requires_grad=True), iter(range(2))
+    out = checkpoint_region(lambda t: function(t, next(calls)), x, policy=FullPolicy(), name="layers.4")
+    with pytest.raises(RegionError, match=message):
+        out.sum().backward()
 
 
 class Sized(Tensor):
@@ -259,16 +199,15 @@ class Sized(Tensor):
         return tree_map_only(Tensor, cls, out)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [FullPolicy(), TorchPolicy(lambda context, op, *args, **kwargs: op is torch.ops.aten.sym_size.default)],
-    ids=["full", "sizes"],
-)
+SIZES = TorchPolicy(lambda context, op, *args, **kwargs: op is torch.ops.aten.sym_size.default)
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), SIZES], ids=["full", "sizes"])
 def test_a_subclass_whose_sizes_are_dispatched(policy: Policy) -> None:
     def fn(t: Tensor) -> Tensor:
         return (t * t.sum()).view(-1).view(4, 3).exp()
 
     values = torch.randn(4, 3)
     plain, sized = values.clone().requires_grad_(), Sized(values.clone().requires_grad_())
-    got = torch.autograd.grad(run_region(fn, (sized,), {}, policy=policy).sum(), sized)[0]
+    (got,) = torch.autograd.grad(checkpoint_region(fn, sized, policy=policy).sum(), sized)
     assert torch.equal(got.inner, torch.autograd.grad(fn(plain).sum(), plain)[0])  # type: ignore[attr-defined]

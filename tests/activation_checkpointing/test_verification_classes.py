@@ -49,22 +49,17 @@ class _Nothing(contextlib.nullcontext):
         return self
 
 
-class _ByReference:
+class _ByReference(_Nothing):
     """`SavedInputs` that keeps the arguments as they are."""
 
     changed = False
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self._given = args, kwargs
+    def __init__(self, *given: Any) -> None:
+        super().__init__()
+        self._given = given
 
     def get(self, region: str) -> Any:
         return self._given
-
-    def before_change(self, *call: Any) -> None:
-        """Keeps nothing."""
-
-    def forward_done(self) -> None:
-        """Keeps nothing."""
 
 
 @pytest.fixture
@@ -83,14 +78,15 @@ class State:
 class Block(nn.Module):
     """Reads all that a layer can read."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, draws: str) -> None:
         super().__init__()
-        self.attn, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
-        self.gain = nn.Parameter(torch.rand(4, width) + 0.5, requires_grad=False)
-        self.register_buffer("shift", torch.full((width,), 0.5))
+        self.attn, self.mlp = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.rand(4, 8) + 0.5, requires_grad=False)
+        self.register_buffer("shift", torch.full((8,), 0.5))
         self.scaling, self.adapter = {"a": 1.0, "b": 3.0}, "a"
-        self.calls, self.draws = 0, ""
+        self.calls, self.draws = 0, draws
         self.generator = torch.Generator().manual_seed(3)
+        self.attn.register_forward_hook(_triple)
 
     def forward(self, x: Tensor, state: Any = None) -> Tensor:
         self.calls += 1
@@ -101,6 +97,10 @@ class Block(nn.Module):
         elif state is not None:
             y, state.scale = y * state.scale, state.scale * 2
         return x + (self.mlp(y.sin()).tanh() * self.gain).tanh()
+
+
+def _triple(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * 3
 
 
 def each(change: Callable[[Block], Any]) -> Callable[[nn.Module], None]:
@@ -116,7 +116,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "bias": each(lambda layer: layer.attn.bias.add_(1)),
     "adapter": each(lambda layer: setattr(layer, "adapter", "b")),
     "adapter's scale": each(lambda layer: layer.scaling.update(a=3.0)),
-    "hook added": each(lambda layer: layer.attn.register_forward_hook(lambda m, a, out: out * 3)),
+    "hook added": each(lambda layer: layer.attn.register_forward_hook(_triple)),
+    "hook removed": each(lambda layer: layer.attn._forward_hooks.clear()),
     # Of the last layer alone: one more saved tensor shifts the others, and behind it there is none of another shape.
     "requires_grad": lambda model: model.layers[-1].gain.requires_grad_(True),
     "eval": lambda model: model.eval(),
@@ -141,62 +142,33 @@ DRAWS: dict[str, Callable[[Block, Tensor], Tensor | float]] = {
 }
 """What a layer's own forward draws from, or counts in."""
 
-
-def _of_change(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    loss = model(x).square().sum()
-    CHANGES[name](model)
-    return loss
-
-
-def _of_draws(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    random.seed(5), numpy.random.seed(5)
-    GLOBAL["calls"] = 0
-    for layer in model.layers:
-        layer.draws = name
-    before = AROUND.set(3.0)
-    loss = model(x).square().sum()
-    AROUND.reset(before)
-    return loss
-
-
-def _of_states(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    scale = torch.tensor(0.25)
-    return model(x, {"scale": scale} if name == "dict" else State(scale)).square().sum()
-
-
-def _hook_removed(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    handles = [layer.attn.register_forward_hook(lambda m, a, out: out * 3) for layer in model.layers]
-    loss = model(x).square().sum()
-    for handle in handles:
-        handle.remove()
-    return loss
-
-
-CLASSES: dict[str, Callable[[nn.Module, str, Tensor], Tensor]] = {
-    **dict.fromkeys(CHANGES, _of_change),
-    **dict.fromkeys(DRAWS, _of_draws),
-    **dict.fromkeys(("dict", "dataclass"), _of_states),
-    "hook removed": _hook_removed,
-}
+STATES: dict[str, Callable[[Tensor], Any]] = {"dict": lambda scale: {"scale": scale}, "dataclass": State}
+"""What a layer changes among its arguments."""
 
 
 def gradient(ac: str, name: str) -> Tensor:
     """The input's gradient, of a model and an input that are the same in each call."""
-    model = under(ac, lambda: Stack(Block() for _ in range(3)))
+    model = under(ac, lambda: Stack(Block(name) for _ in range(3)))
     x = torch.randn(4, 8, requires_grad=True)
-    return torch.autograd.grad(CLASSES[name](model, name, x), x)[0]
+    random.seed(5)
+    numpy.random.seed(5)
+    GLOBAL["calls"] = 0
+    before = AROUND.set(3.0)
+    loss = model(x, STATES[name](torch.tensor(0.25)) if name in STATES else None).square().sum()
+    AROUND.reset(before)
+    if name in CHANGES:
+        CHANGES[name](model)
+    return torch.autograd.grad(loss, x)[0]
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
 def test_nothing_is_raised_where_nothing_changed(ac: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    CHANGES["nothing"] = lambda model: None
-    monkeypatch.setitem(CLASSES, "nothing", _of_change)
     monkeypatch.setenv("NEMO_LIKE_VERIFY", "1")
     assert torch.equal(gradient(ac, "nothing"), gradient("none", "nothing"))
 
 
 @pytest.mark.parametrize("ac", ["full", "sequential"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CHANGES, *DRAWS, *STATES])
 @pytest.mark.usefixtures("unprotected")
 def test_what_no_protection_holds_is_silent_without_verification_and_raises_with_it(
     name: str, ac: str, monkeypatch: pytest.MonkeyPatch
