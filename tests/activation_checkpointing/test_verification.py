@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import run_region, verification
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, Operators, RouterBlock, Stack, checkpoint_region, gradients, region, under
+from tests.models.blocks import LlamaBlock, Operators, Stack, checkpoint_region, gradients, region, under
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"
@@ -25,24 +25,23 @@ WRONG = "gradients would be wrong"
 pytestmark = pytest.mark.compat
 
 
-class Elsewhere:
-    """An object of the program, neither module nor container: attributes lead to it, and it is not looked into."""
-
-    def __init__(self, factors: list[float]) -> None:
-        self.factors = factors
-        self.program = object()  # an object with nothing but values and containers would be looked into
+FACTORS = [1.0]
 
 
-class Counting(nn.Module):
+@pytest.fixture(autouse=True)
+def _factor() -> None:
+    FACTORS[0] = 1.0
+
+
+def double() -> None:
+    FACTORS[0] *= 2
+
+
+class Counting(nn.Linear):
     """Multiplies by a number of the program's, which nobody puts back."""
 
-    def __init__(self, factors: list[float]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.elsewhere = Elsewhere(factors)
-
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.elsewhere.factors[0]).exp().sin()
+        return (super().forward(x) * FACTORS[0]).exp().sin()
 
 
 def step(module: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None, **options: Any) -> Tensor:
@@ -61,13 +60,12 @@ def test_which_steps_are_verified(variable: str | None, monkeypatch: pytest.Monk
     else:
         monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
     for steps_before in (0, 3):
-        factors = [1.0]
-        module = Counting(factors)
+        module = Counting(4, 4)
         for _ in range(steps_before):
             step(module)
         verified = variable == "1" or (variable is None and steps_before == 0)
         with pytest.raises(RegionError, match=WRONG) if verified else contextlib.nullcontext():
-            step(module, lambda: factors.__setitem__(0, 2.0))  # noqa: B023
+            step(module, double)
 
 
 def test_a_variable_that_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,46 +75,42 @@ def test_a_variable_that_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_error_names_region_op_tensor_numbers_and_causes() -> None:
-    factors = [1.0]
     with pytest.raises(RegionError) as raised:
-        step(Counting(factors), lambda: factors.__setitem__(0, 2.0))
+        step(Counting(4, 4), double)
     message = str(raised.value)
     assert "Region 'counting'" in message and "torch.float32 of shape (2, 4)" in message
-    assert "by `return (self.linear(x) * self.elsewhere.factors[0]).exp().sin()`" in message
+    assert "by `return (super().forward(x) * FACTORS[0]).exp().sin()`" in message
     assert __file__ in message and "in Counting.forward" in message
     assert message.count("norm ") == 2 and message.count("signed sums ") == 2 and message.count("\n") == 4
     assert all(word in message for word in ("generator", "context variable", "hooks", "in place", "global state"))
 
 
 def test_all_forwards_before_the_first_backward_are_verified_and_no_further_one() -> None:
-    factors = [1.0]
-    module = Counting(factors)
-    x = torch.ones(2, 4, requires_grad=True)
+    module, x = Counting(4, 4), torch.ones(2, 4, requires_grad=True)
     losses = [checkpoint_region(module, x, policy=FULL, name="counting") for _ in range(3)]
     losses[0].sum().backward()
-    factors[0] = 2.0
+    double()
     with pytest.raises(RegionError, match=WRONG):
         losses[1].sum().backward()
-    step(module, lambda: factors.__setitem__(0, 3.0))
+    step(module, double)
 
 
-def test_forwards_without_a_backward_are_looked_at_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = _count_looks(monkeypatch)
+def test_forwards_without_a_backward_are_looked_at_so_often_and_no_more(looks: list[Tensor]) -> None:
     module, x = nn.Linear(4, 4), torch.ones(2, 4)
     for _ in range(verification.CALLS + 10):
         checkpoint_region(module, x, policy=FULL)
     assert len(looks) == verification.CALLS  # one saved tensor each
 
 
-def _count_looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     looks: list[Tensor] = []
     look = verification.summary
     monkeypatch.setattr(verification, "summary", lambda tensor: looks.append(tensor) or look(tensor))
     return looks
 
 
-def test_a_function_made_anew_in_every_step_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = _count_looks(monkeypatch)
+def test_a_function_made_anew_in_every_step_is_verified_once(looks: list[Tensor]) -> None:
     counts = []
     for _ in range(3):
         step(lambda x: x.exp().sin())
@@ -150,7 +144,7 @@ def test_no_mode_sees_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(variable: str) -> list[str]:
         monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
         with Operators() as mode, torch.device("cpu"):
-            step(Counting([1.0]))
+            step(Counting(4, 4))
         return list(map(str, mode.ops))
 
     assert seen("1") == seen("0") != []
@@ -216,82 +210,35 @@ def test_a_saved_tensor_of_any_kind_is_compared(kind: str, policy: Any) -> None:
         factor[0] = 1.0
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("decision", [SAVE, SKIP, HOST], ids=["save", "skip", "host"])
-def test_decisions(decision: Any) -> None:
-    w = nn.Linear(8, 8, bias=False)
-
-    def fn(x: Tensor) -> Tensor:
-        return (w(x) + x).tanh() * x
-
-    rest = {"aten.add.Tensor": [SAVE]} if decision is SKIP else {}  # what comes after it needs the product no more
-    table = DecisionTable({"aten.mm.default": [decision], **rest})
-    x = torch.randn(3, 8)
-    assert_bitwise(gradients(region(fn, table), w, x), gradients(fn, w, x))
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
-@pytest.mark.parametrize(
-    "block", [LlamaBlock, RouterBlock, lambda width: nn.Sequential(nn.Linear(width, width), nn.Dropout(0.5))]
-)
-def test_blocks_autocast_and_a_kept_graph(block: Any, policy: Any) -> None:
-    torch.manual_seed(0)
-    module, x = block(16), torch.randn(1, 4, 16)
-    assert_bitwise(gradients(region(module, policy), module, x), gradients(module, module, x))
-    with torch.autocast("cpu", torch.bfloat16, enabled=block is not RouterBlock):
-        loss = region(module, policy)(x.clone().requires_grad_()).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-@pytest.mark.usefixtures("always")
-def test_regions_in_regions_and_a_backward_inside_a_region() -> None:
-    w = nn.Linear(4, 4)
-
-    def inner(x: Tensor) -> Tensor:
-        return w(x).exp().sin()
-
-    def energy(x: Tensor) -> Tensor:
-        (force,) = torch.autograd.grad(w(x).exp().sum(), x, create_graph=True)
-        return (force * x).sin()
-
-    for fn in (lambda x: region(inner, FULL)(x).tanh() * x, energy):
-        x = torch.randn(2, 4)
-        assert_bitwise(gradients(region(fn, FULL), w, x), gradients(fn, w, x))
-
-
-def test_unrolled_cells_of_one_name_are_verified_each_by_itself() -> None:
-    for _ in range(2):
-        factors = [1.0]
-        cell = _Recurrent(factors)
-        for changed in (1.0, 2.0):
-            inputs = torch.ones(9, 2, 4, requires_grad=True)
-            _, last = checkpoint_timesteps(cell, inputs, torch.zeros(2, 4), 2)
-            last.sum().backward()
-            _, last = checkpoint_timesteps(_Recurrent(factors), inputs, torch.zeros(2, 4), 2)
-            factors[0] = changed + 1
-            with pytest.raises(RegionError, match=WRONG):
-                last.sum().backward()
-            factors[0] = changed
-
-
 class _Recurrent(Counting):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         state = super().forward(x + state)
         return state, state
 
 
+def test_unrolled_cells_of_one_name_are_verified_each_by_itself() -> None:
+    def unroll(cell: nn.Module) -> Tensor:
+        _, last = checkpoint_timesteps(cell, torch.ones(9, 2, 4, requires_grad=True), torch.zeros(2, 4), 2)
+        return last.sum()
+
+    cell = _Recurrent(4, 4)
+    for _ in range(4):
+        unroll(cell).backward()
+        loss = unroll(_Recurrent(4, 4))
+        double()
+        with pytest.raises(RegionError, match=WRONG):
+            loss.backward()
+
+
 def test_a_run_on_fake_tensors_verifies_nothing_and_does_not_count_as_the_first_step() -> None:
-    factors = [1.0]
-    module = Counting(factors)
+    module = Counting(4, 4)
     with FakeRun() as run:
         fakes = run.state(module, None)
         (x,), _ = run.sample(((torch.ones(2, 4, requires_grad=True),), {}), None)
         call = lambda x: torch.func.functional_call(module, fakes, (x,))  # noqa: E731
         run_region(call, (x,), {}, policy=FULL, name="counting", owner=module).sum().backward()
     with pytest.raises(RegionError, match=WRONG):
-        step(module, lambda: factors.__setitem__(0, 2.0))
+        step(module, double)
 
 
 def test_without_the_random_state_numbers_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +279,98 @@ LAST_PLACES = [
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("dtype", "few", "many"), LAST_PLACES)
+@pytest.mark.parametrize("units", ["few", "many"])
+@pytest.mark.parametrize("places", LAST_PLACES, ids=lambda places: str(places[0]))
 def test_last_places_may_differ_unless_the_program_asks_for_determinism(
-    dtype: torch.dtype, few: int, many: int, strict: bool
+    places: tuple[torch.dtype, int, int], units: str, strict: bool
 ) -> None:
+    dtype, few, many = places
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    function = _AddsInAnotherOrder(many if units == "many" else few)
     torch.use_deterministic_algorithms(strict)
     try:
-        for units in (few, many):
-            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-            loss = checkpoint_region(_AddsInAnotherOrder(units), x, policy=FULL, name=f"{dtype} {units} {strict}").sum()
-            with pytest.raises(RegionError, match=WRONG) if strict or units == many else contextlib.nullcontext():
-                loss.backward()
+        loss = checkpoint_region(function, x, policy=FULL, name=f"{places} {units} {strict}").sum()
+        with pytest.raises(RegionError, match=WRONG) if strict or units == "many" else contextlib.nullcontext():
+            loss.backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# --- Memory that kernels allocate and never write, or write in part: it differs without a consequence ----------------
+
+
+def _saved(dtype: torch.dtype, *shape: int, device: str = "cuda") -> verification.SavedTensor:
+    saved = verification.SavedTensor(torch.empty(shape, dtype=dtype, device="meta"), torch.empty(3))
+    saved.device = torch.device(device)
+    return saved
+
+
+def test_outputs_that_kernels_of_accelerators_leave_unwritten_are_not_compared() -> None:
+    queries = _saved(torch.bfloat16, 2, 8, 100, 64)
+    turned = _saved(torch.bfloat16, 2, 100, 8, 64)
+    whole = _saved(torch.bfloat16, 2, 8, 128, 64)
+    sums = _saved(torch.float32, 2, 8, 128)
+    unwritten = verification.unwritten
+    assert unwritten(sums, [queries, sums]) and unwritten(sums, [turned, sums])
+    assert not unwritten(sums, [whole, sums]) and not unwritten(sums, [sums])
+    assert not unwritten(_saved(torch.float32, 2, 8, 128, device="cpu"), [queries])
+    assert not unwritten(_saved(torch.bfloat16, 2, 8, 128), [queries])
+    for seed in (_saved(torch.int64), _saved(torch.uint64, 2)):
+        assert unwritten(seed, [])
+        seed.device = torch.device("cpu")
+        assert not unwritten(seed, [])
+    assert unwritten(_saved(torch.uint8, 4096), []) and not unwritten(_saved(torch.uint8, 2, 8), [])
+    assert not unwritten(_saved(torch.int64, 3), []) and not unwritten(_saved(torch.bool, 2), [])
+
+
+@pytest.mark.usefixtures("always")
+def test_kernels_that_leave_memory_unwritten_are_told_from_others() -> None:
+    lengths = torch.tensor([3, 2])
+
+    def paths(x: Tensor) -> Tensor:
+        loss = nn.functional.ctc_loss(
+            x.log_softmax(-1), torch.tensor([[1, 2], [3, 0]]), torch.tensor([5, 4]), lengths - 1
+        )
+        return loss + nn.functional.rrelu(x).sum()
+
+    for _ in range(5):
+        loss = checkpoint_region(paths, torch.randn(5, 2, 6, requires_grad=True), policy=FULL)
+        for numel in (20, 50, 60, 100, 250):
+            torch.full((numel,), torch.nan)  # other memory for the replay to find
+        loss.backward()
+
+
+class RandomRelu(nn.Module):
+    """Ends with an operator that writes what it saves after it has saved it; `behind` comes after that, and is dropped."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.up, self.behind = nn.Linear(8, 8), behind
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        y = nn.functional.rrelu(self.up(x), training=True)
+        if self.behind:
+            (self.up(y).exp() * y).sum()
+        return (y,)
+
+
+WRITES_LATE: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.5),
+    "GRU": lambda: nn.GRU(8, 8, 2, dropout=0.5),
+    "RNN": lambda: nn.RNN(8, 8, 2, dropout=0.5),
+    "last": lambda: RandomRelu(behind=False),
+    "last that is used": lambda: RandomRelu(behind=True),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", WRITES_LATE)
+@pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
+def test_an_operator_that_writes_what_it_saved_runs_to_its_end(policy: Policy, name: str) -> None:
+    torch.manual_seed(0)
+    layer, x = WRITES_LATE[name](), torch.randn(4, 8)
+    call = lambda t: layer(t)[0]  # noqa: E731
+    for seed in range(3):
+        wanted = gradients(call, layer, x, seed=seed)
+        torch.full((4, 8), torch.nan)  # in the memory that the recompute is given
+        assert_bitwise(gradients(region(call, policy), layer, x, seed=seed), wanted)
