@@ -139,72 +139,76 @@ def test_refused_by_name(ac: str, change: str, steps: int) -> None:
 class Recording(nn.Module):
     """Keeps something in a container in its forward, from call number `first` on."""
 
-    def __init__(self, keep: Callable[[Any, Tensor], None], first: int, asks: bool) -> None:
+    def __init__(self, kind: str, first: int, asks: bool) -> None:
         super().__init__()
-        self.attn, self.keep, self.first, self.asks, self.calls = nn.Linear(8, 8), keep, first, asks, 0
-        self.kept: Any = {} if "dict" in keep.__name__ else []
+        self.attn, self.first, self.asks, self.calls = nn.Linear(8, 8), first, asks, 0
+        self.kept: Any = {} if kind == "dict" else []
+        self.keep = "update" if kind == "dict" else "extend"
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         y = self.attn(x).sin()
         if self.calls >= self.first and not (self.asks and is_recomputing()):
-            self.keep(self.kept, y)
+            getattr(self.kept, self.keep)([("mean", y.detach().mean())])
         return x + y
 
 
-def _into_list(kept: list[Any], y: Tensor) -> None:
-    kept.append(y.detach().mean())
-
-
-def _into_dict(kept: dict[str, Any], y: Tensor) -> None:
-    kept["mean"] = y.detach().mean()
-
-
 @pytest.mark.parametrize("ac", WHOLE)
-@pytest.mark.parametrize("keep", [_into_list, _into_dict])
-def test_a_container_that_forward_fills_is_refused_unless_it_asks(ac: str, keep: Callable[[Any, Tensor], None]) -> None:
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_a_container_that_forward_fills_is_refused_unless_it_asks(ac: str, kind: str) -> None:
     def run(first: int, asks: bool) -> list[int]:
-        model = under(ac, lambda: nn.Sequential(*(Recording(keep, first, asks) for _ in range(3))))
+        model = under(ac, lambda: nn.Sequential(*(Recording(kind, first, asks) for _ in range(3))))
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
         return [len(layer.kept) for layer in model]
 
-    assert run(1, asks=True) == ([1] * 3 if keep is _into_dict else [3] * 3)
+    assert run(1, asks=True) == ([1] * 3 if kind == "dict" else [3] * 3)
     for first in (1, 3):  # in every step: not only where the first forward does so
         with pytest.raises(RegionError, match=r"attribute 'kept' of a Rec.* a second time, in recomp.*is_recomputing"):
             run(first, asks=False)
 
 
-def test_an_attribute_that_forward_changes_and_reads_is_named() -> None:
-    class Growing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept.append(1.0)
-            return (super().forward(x) * len(self.kept)).sin()
+OTHERWISE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (
+        lambda layer: layer.kept.append(1.0),
+        "attribute 'kept' of a Otherwise, a list, was changed a second time",
+    ),
+    "parameter": (lambda layer: layer.scale.add_(1), "Region 'layers"),
+    "random": (lambda layer: random.random(), "draws random numbers from Python's or NumPy's generator"),
+    "numpy": (lambda layer: float(np.random.random()), "draws random numbers from Python's or NumPy's generator"),
+}
 
-    layer: Any = Growing(4, 4)
-    layer.kept = []
-    with pytest.raises(RegionError, match="attribute 'kept' of a Growing, a list, was changed a second time"):
-        checkpoint_region(layer, torch.ones(2, 4), policy=FullPolicy()).sum().backward()
+
+class Otherwise(nn.Linear):
+    """Finds otherwise in recomputation what it changes, or draws, itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 8)
+        self.kind, self.kept = kind, []
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = OTHERWISE[self.kind][0](self)
+        y = super().forward(x) * self.scale * len([*self.kept, 1])
+        return (y * (drawn if isinstance(drawn, float) else 1)).sin()
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: float(np.random.random())], ids=["python", "numpy"])
+@pytest.mark.parametrize("kind", OTHERWISE)
 @pytest.mark.parametrize("ac", WHOLE)
-def test_random_numbers_of_the_host_are_refused_by_the_numbers(ac: str, draw: Callable[[], float]) -> None:
-    class Drawing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return (super().forward(x) * draw()).sin()
-
-    model = under(ac, lambda: Stack(nn.Sequential(Drawing(8, 8), nn.LayerNorm(8)) for _ in range(2)), layers=["layers.*"])
-    with pytest.raises(RegionError, match="draws random numbers from Python's or NumPy's generator"):
+def test_state_that_forward_itself_changes_and_reads_is_named(ac: str, kind: str) -> None:
+    model = under(
+        ac, lambda: Stack(nn.Sequential(Otherwise(kind), nn.LayerNorm(8)) for _ in range(2)), layers=["layers.*"]
+    )
+    with pytest.raises(RegionError, match=OTHERWISE[kind][1]):
         model(torch.ones(2, 8)).square().sum().backward()
 
 
 @pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()])
 @pytest.mark.parametrize("place", ["argument", "keyword", "attribute", "closure"])
 def test_a_generator_that_operators_are_given_draws_again_what_it_drew(policy: Any, place: str) -> None:
-    generator, drawn = torch.Generator().manual_seed(3), []
     layer: Any = nn.Linear(4, 4)
-    layer.generator = generator
+    generator = layer.generator = torch.Generator().manual_seed(3)
+    drawn = []
 
     def fn(x: Tensor, given: Any = None, *, by_name: Any = None) -> Tensor:
         source = given or by_name or (layer.generator if place == "attribute" else generator)
@@ -312,17 +316,3 @@ def test_the_walk_over_a_layer_is_made_once_while_its_modules_are_the_same() -> 
     assert walk_of(layer) is walk
     layer.third = nn.Linear(2, 2)
     assert walk_of(layer) is not walk
-
-
-def test_a_parameter_that_its_own_forward_changes_is_named() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.scale.add_(1)
-            return (x * self.scale).sin()
-
-    with pytest.raises(RegionError):
-        checkpoint_region(Changing(), torch.ones(3, requires_grad=True), policy=FullPolicy()).sum().backward()
