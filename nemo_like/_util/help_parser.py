@@ -42,13 +42,13 @@ class HelpParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with code 2 and one line, which names the option or command nearest to a misspelt one."""
         near = ""
-        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+        if match := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             parser = self.command or self
-            near = parser.hints.get(found[1]) or did_you_mean(
-                found[1], [f"--{name.replace('_', '-')}" for name in parser.option_names() if len(name) > 1]
+            near = parser.hints.get(match[1]) or did_you_mean(
+                match[1], [f"--{name.replace('_', '-')}" for name in parser.option_names() if len(name) > 1]
             )
-        elif found := re.search(r"invalid choice: ('[^']*') \(choose from (.*)\)", message):
-            near = did_you_mean(found[1].strip("'"), [word.strip(" '") for word in found[2].split(",")])
+        elif match := re.search(r"invalid choice: ('[^']*') \(choose from (.*)\)", message):
+            near = did_you_mean(match[1].strip("'"), [word.strip(" '") for word in match[2].split(",")])
         prog = self.prog if self.command is None else self.command.prog
         self.exit(2, f"{prog}: error: {message}{'.' * bool(near)}{near}\n")
 

@@ -89,20 +89,20 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "activation_checkpointing/engine/module_state.py",
-        "            self.walk.owns[number][name] = value\n",
+        "            owns[number][name] = value\n",
         "            pass\n",
         "tests/activation_checkpointing/test_state.py",
     ),
     Fault(
         "activation_checkpointing/engine/module_state.py",
-        "if known is not None and not changed <= known:",
-        "if known is not None and changed < known:",
+        "            if now != before:\n",
+        "            if False:\n",
         "tests/activation_checkpointing/test_state.py",
     ),
     Fault(
         "activation_checkpointing/engine/region.py",
-        "                self.check_again()\n",
-        "                pass\n",
+        "            self.check_again()\n",
+        "            pass\n",
         "tests/activation_checkpointing/test_state.py",
     ),
     Fault(
@@ -855,8 +855,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "activation_checkpointing/engine/module_state.py",
-        "if t is not None and not t.requires_grad}",
-        "if t is not None and t.requires_grad}",
+        "if t._version == version or t.requires_grad",
+        "if True or t.requires_grad",
         "tests/activation_checkpointing/test_frozen_layers.py",
     ),
     Fault(
@@ -897,14 +897,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/tensor/plan.py",
-        "if torch.compiler.is_compiling() and isinstance(forward, MethodType):",
-        "if False and isinstance(forward, MethodType):",
+        "if torch.compiler.is_compiling() and self.inner is None:",
+        "if False and self.inner is None:",
         "tests_distributed/test_compiled_ranks.py",
     ),
     Fault(
         "distributed/tensor/plan.py",
-        "            style.context_around_forward = lambda *_: nullcontext()\n            _use",
-        "            _use",
+        "            style.context_around_forward = lambda *_: nullcontext()\n            _Other",
+        "            _Other",
         "tests_distributed/test_compiled_ranks.py",
     ),
 )
