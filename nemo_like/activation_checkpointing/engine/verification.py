@@ -31,9 +31,6 @@ from nemo_like.activation_checkpointing.engine.random_state import host_states, 
 from nemo_like.torch_compat import is_fake, unseen
 
 VARIABLE = "NEMO_LIKE_VERIFY"
-# `os.environ` raises and catches an error for each variable that is not set, which is asked here for every region.
-_ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
-_KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 CALLS = 64  # Calls of one module that are looked at while none of them has been recomputed.
 
 # Allowed distance of two runs of a nondeterministic kernel, as a part of a tensor's Euclidean norm.
@@ -207,7 +204,7 @@ def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | 
     Raises:
         ValueError: the environment variable ``NEMO_LIKE_VERIFY`` is something else than 0 or 1.
     """
-    wanted = os.environ.get(VARIABLE, "") if _KEY in _ENVIRONMENT else ""
+    wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "0", "1"):
         raise ValueError(
             f"The environment variable {VARIABLE} is {wanted!r}; it must be 1 (verify every step), 0 (never), or unset "
