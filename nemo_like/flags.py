@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_like._util.words import check_least, did_you_mean
+from nemo_like._util.words import check_number, did_you_mean
 from nemo_like.job import Job
 from nemo_like.options import DDP, FLOAT8, FSDP2, Precision, parse_dtype, parse_strategy
 from nemo_like.options.flag import FIELDS, Flag
@@ -86,7 +86,9 @@ def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raise ValueError where the flag `name` cannot have `value`."""
-    check_least(FLAGS[name].word, value, FLAGS[name].least)
+    least = FLAGS[name].least
+    if value is not None and least is not None:
+        check_number(FLAGS[name].word, value, least)
 
 
 def job_of(values: Mapping[str, Any], **fields: Any) -> Job:

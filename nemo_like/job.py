@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
-from nemo_like._util.words import check_whole
+from nemo_like._util.words import check_fields, setting
 from nemo_like.options import (
     AC_STRATEGIES,
     COMPILE_BACKENDS,
@@ -41,7 +41,7 @@ from nemo_like.options import (
 )
 from nemo_like.options.flag import flagged
 from nemo_like.options.memory import AllocatorConfig, allocator_here
-from nemo_like.options.parallel import in_stage, undivided, undivided_shards, unit_reshards
+from nemo_like.options.parallel import OFFLOADS, in_stage, undivided, undivided_shards, unit_reshards
 
 if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs no torch
     import torch
@@ -182,7 +182,7 @@ class Job:
         "plan pins pretrain finetune",
         "memory",
         default="none",
-        choices=("none", "boundary", "saved", "all"),
+        choices=OFFLOADS,
         moves=True,
         read=OffloadConfig.of,
         write=lambda offload: offload.mode,
@@ -193,7 +193,7 @@ class Job:
     """The training loop that a prediction counts with. A `StepSpec` has micro-batches, a loss outside of the model,
     whether the output is dropped before backward, and the optimizer. Default: ``out = model(**batch);
     out.loss.backward()``, then one step of AdamW."""
-    planned_tokens: int | None = None
+    planned_tokens: int | None = setting(None, least=1)
     """Tokens of the largest micro-batch of one rank that memory was planned for. `nemo-like fit` reports it, for jobs
     without a plan. A larger batch is trained on, and a warning is logged once."""
     device: torch.device | None = None
@@ -217,10 +217,7 @@ class Job:
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
-        check_whole("dp_replicate", self.dp_replicate, 1)
-        for name in ("world_size", "planned_tokens"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1)
+        check_fields(self, str)
         for rule in RULES:
             if (problem := rule(self)) is not None:
                 raise ValueError(problem)

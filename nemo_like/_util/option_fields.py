@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from nemo_like._util.console import as_flag, flag
 from nemo_like._util.extras import require
 from nemo_like._util.help_parser import HelpParser
-from nemo_like._util.words import a_or_an, check_least, did_you_mean, normalise
+from nemo_like._util.words import a_or_an, check_fields, did_you_mean, setting
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 
@@ -49,9 +49,18 @@ def option(
         argument: more for argparse.
     """
     kind = kind or (str if default is None else type(default))
-    facts = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices, "needs": needs}
-    facts["trainer"] = trainer
-    return dataclasses.field(default=default, metadata=facts | {"argument": argument})
+    return setting(
+        default,
+        help=help,
+        kind=kind,
+        least=least,
+        below=below,
+        unit="finite number",
+        choices=choices,
+        needs=needs,
+        trainer=trainer,
+        argument=argument,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +76,7 @@ class Options:
     examples: ClassVar[tuple[str, ...]]  # Lines of options, for the help.
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            self._check_field(field.name, field.metadata)
+        check_fields(self, flag)
         for field in dataclasses.fields(self):
             need, value = field.metadata["needs"], getattr(self, field.name)
             if need is not None and value != field.default and not need.holds(self):
@@ -76,21 +84,6 @@ class Options:
                     f"{flag(field.name)} is {value!r}, and without {need.words} nothing reads it. Add that, or leave "
                     f"{flag(field.name)} out."
                 )
-
-    def _check_field(self, name: str, facts: Mapping[str, Any]) -> None:
-        value, known, least, below = getattr(self, name), facts["choices"], facts["least"], facts["below"]
-        if known:
-            spelled = {normalise(each): each for each in known}
-            word = spelled.get(normalise(value)) if isinstance(value, str) else value
-            if word not in known:
-                raise ValueError(
-                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}."
-                    + did_you_mean(str(value), known)
-                )
-            object.__setattr__(self, name, word)
-        check_least(flag(name), value, least)
-        if None not in (value, least) and value >= below:
-            raise ValueError(f"{flag(name)} is {value!r}; it must be less than {below}.")
 
 
 # --- from a command line or a file ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ _DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
+# By annotation, the classes of a number, and it in words.
+_NUMBERS = {"int": (int, "whole number"), "float": (int | float, "finite number")}
 
 # Bytes of each unit, and its name; the largest first.
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -60,16 +62,80 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}; it must be True or False.")
 
 
-def check_whole(name: str, value: object, least: int, of: str = "") -> None:
-    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`; `of`: the unit."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number {of and f'of {of} '}>= {least}.")
+def check_number(
+    name: str, value: Any, least: float, words: str = "finite number", kind: Any = int | float, above: bool = False
+) -> None:
+    """Raise where `value`, of the setting `name`, is not a finite number of this `kind` from `least` on.
+
+    words: such a number, for the message.
+    above: `least` itself is too small.
+
+    Raises:
+        ValueError: it is not.
+        TypeError: it is not even a number, and `kind` is not int.
+    """
+    wrong = ValueError if kind is int or isinstance(value, int | float) else TypeError
+    number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < least or (above and value == least):
+        raise wrong(f"{name} is {value!r}; it must be a {words} {'>' if above else '>='} {least}.")
 
 
-def check_least(name: str, value: Any, least: float | None) -> None:
-    """Raise ValueError where `value`, of the setting `name`, is below `least` or not finite; None of either: no check."""
-    if None not in (value, least) and (isinstance(value, bool) or not math.isfinite(value) or value < least):
-        raise ValueError(f"{name} is {value!r}; it must be a finite number >= {least}.")
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise ValueError where `value`, of the setting `name`, is not a whole number >= `least`."""
+    check_number(name, value, least, "whole number", int)
+
+
+def check_word(name: str, value: object, known: Sequence[str], others: str = "") -> str:
+    """Return the word in `known` that `value`, of the setting `name`, means; ValueError: none.
+
+    others: values that it may have besides, for the message.
+    """
+    spelled = {normalise(each): each for each in known}
+    word = normalise(value) if isinstance(value, str) else str(value)
+    if not isinstance(value, str) or word not in spelled:
+        near = did_you_mean(word, known)
+        raise ValueError(f"{name} is {value!r}; it must be {others}one of {', '.join(known)}.{near}")
+    return spelled[word]
+
+
+def setting(default: Any, /, **facts: Any) -> Any:
+    """Return a field of an options class that `check_fields` checks by these `facts`.
+
+    ``least`` or ``above``: the smallest number, or the one that is too small; ``below``: one that is too large; ``unit``:
+    such a number in words; ``choices``: the words that it may be; ``called``: its name in messages.
+    """
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def check_fields(options: Any, label: Callable[[str], str] | None = None) -> None:
+    """Check the fields of a frozen dataclass by their annotations, which are strings, and the facts of `setting`.
+
+    Bools are True or False; numbers with a bound are in it; words with choices become one of these; ``| None``: or None.
+    Other fields are left alone.
+
+    label: makes the name in a message of a field's name. Default: behind that of the class.
+
+    Raises:
+        TypeError: not a bool, or not a number.
+        ValueError: another wrong value.
+    """
+    label = label or f"{type(options).__name__}.{{}}".format
+    for field in dataclasses.fields(options):
+        value, facts = getattr(options, field.name), field.metadata
+        name, least = facts.get("called") or label(field.name), facts.get("above", facts.get("least"))
+        kind, optional, _ = field.type.partition(" | None")
+        if optional and value is None:
+            continue
+        if kind == "bool":
+            check_bool(name, value)
+        elif kind == "str" and facts.get("choices"):
+            word = check_word(name, value, facts["choices"], "None or " if optional else "")
+            object.__setattr__(options, field.name, word)
+        elif kind in _NUMBERS and least is not None:
+            number, words = _NUMBERS[kind]
+            check_number(name, value, least, facts.get("unit") or words, number, "above" in facts)
+            if value >= facts.get("below", math.inf):
+                raise ValueError(f"{name} is {value!r}; it must be less than {facts['below']}.")
 
 
 def parse_bytes(text: str, name: str = "") -> int:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from nemo_like._util.log import say_once
 from nemo_like._util.op_lookup import Op, resolve_op, resolve_ops
+from nemo_like._util.words import check_fields, setting
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.options import normalise
 
@@ -107,7 +108,7 @@ class SelectivePolicy:
     ['SAVE', 'RECOMPUTE', 'SAVE', 'RECOMPUTE']
     """
 
-    every_nth_matmul: int | None = 2
+    every_nth_matmul: int | None = setting(2, least=1)
     """Recompute each n-th plain matmul (`mm`, `linear`, grouped; one count for all). None: keep them all."""
     save_ops: Iterable[str | Op] | None = None
     """Operators or their names to keep instead of the default set. A name without an overload, such as ``"aten.max"``,
@@ -121,9 +122,7 @@ class SelectivePolicy:
     keeps_nothing, word = False, "selective"
 
     def __post_init__(self) -> None:
-        n = self.every_nth_matmul
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
+        check_fields(self)
         for name in ("save_ops", "extra", "drop"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Iterable | None):
@@ -139,7 +138,8 @@ class SelectivePolicy:
                 f"SelectivePolicy can't keep {', '.join(refused)}: views and metadata cost nothing to recompute, and "
                 "in-place and out= forms must run again. Take them out of the list."
             )
-        self._kinds.update({op: n is not None and table.facts(op).alternates for op in ops})
+        counts = self.every_nth_matmul is not None
+        self._kinds.update({op: counts and table.facts(op).alternates for op in ops})
 
     def __getstate__(self) -> dict[str, Any]:
         """Operators by name: they cannot be pickled themselves, and a model is saved and sent to ranks with its policy."""

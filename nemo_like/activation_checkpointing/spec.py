@@ -3,6 +3,8 @@
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,6 +14,7 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare, bare_children, join
 from nemo_like._util.op_lookup import Op
+from nemo_like._util.words import check_fields, setting
 from nemo_like.activation_checkpointing.ops import routing_ops
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -35,7 +38,7 @@ class CheckpointSpec:
     transfer: Transfer | None = None
     """Transfer that moves tensors that wait in CPU memory. With ``policy=None``: a `Placement`, which encloses the
     module."""
-    calls: int | None = None
+    calls: int | None = setting(None, least=1, unit="whole number of timesteps")
     """A module that is called once a timestep: so many consecutive calls are one region. None: each call is one."""
     use_reentrant: bool = False
     """The older autograd-function form of checkpointing."""
@@ -43,6 +46,7 @@ class CheckpointSpec:
     """Recompute with the forward's random numbers."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if isinstance(self.members, str) or not self.members or not all(isinstance(m, str) and m for m in self.members):
             raise ValueError(
                 f"CheckpointSpec.members is {self.members!r}; it must hold the name of at least one module below the model."
@@ -50,10 +54,6 @@ class CheckpointSpec:
         object.__setattr__(self, "members", tuple(self.members))
         if len(set(self.members)) != len(self.members):
             raise ValueError(f"CheckpointSpec.members is {self.members!r}; it names a module twice.")
-        if self.calls is not None and (
-            isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1
-        ):
-            raise ValueError(f"CheckpointSpec.calls is {self.calls!r}; it must be a whole number of timesteps >= 1.")
         several = len(self.members) > 1 or self.calls is not None
         if self.policy is None and (self.transfer is None or several):
             raise ValueError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +9,14 @@ from typing import Any
 
 from nemo_like._util.words import (
     a_or_an,
-    check_whole,
+    check_fields,
     did_you_mean,
     exact_bytes,
     field_names,
     is_number,
     normalise,
     parse_bytes,
+    setting,
     with_unit,
     write_bytes,
 )
@@ -31,9 +30,9 @@ class CheckpointConfig:
 
     enabled: bool = False
     """Checkpoint activations at all."""
-    strategy: str = "selective"
+    strategy: str = setting("selective", choices=AC_STRATEGIES)
     """``none`` | ``full`` | ``selective`` | ``submodule`` | ``sequential``; case and ``-`` for ``_`` do not matter."""
-    memory_threshold_mb: float = 50.0
+    memory_threshold_mb: float = setting(50.0, least=0, unit="finite number of MB")
     """Profile-driven only: layers whose measured activations exceed this many MB (10**6 bytes) are checkpointed."""
     use_reentrant: bool = False
     """The older autograd-function form of checkpointing; refused where torch does not support it."""
@@ -41,13 +40,13 @@ class CheckpointConfig:
     """Recompute with the forward's random numbers, so that dropout gives the same gradients as without checkpointing."""
     snn_timestep_checkpoint: bool = False
     """Checkpoint chunks of timesteps of modules that unroll a cell."""
-    snn_chunk_size: int = 1
+    snn_chunk_size: int = setting(1, least=1)
     """Timesteps per checkpointed chunk."""
-    sequential_segments: int | None = None
+    sequential_segments: int | None = setting(None, least=1)
     """Number of segments of ``sequential``; None: round(sqrt(number of layers))."""
     profile_before_apply: bool = True
     """Measure first and checkpoint only layers above `memory_threshold_mb`; needs a sample input."""
-    profile_num_runs: int = 3
+    profile_num_runs: int = setting(3, least=1)
     """Runs per measurement."""
     exclude_patterns: Sequence[str] = ()
     """Globs over module names (FQNs); layers that one matches, and those in a module that one matches, are never
@@ -63,35 +62,13 @@ class CheckpointConfig:
     None: `SelectivePolicy()` for ``selective``, nothing for the others."""
 
     def __post_init__(self) -> None:
-        strategy = normalise(self.strategy) if isinstance(self.strategy, str) else self.strategy
-        if strategy not in AC_STRATEGIES:
-            raise ValueError(
-                f"CheckpointConfig.strategy is {self.strategy!r}; it must be one of {', '.join(AC_STRATEGIES)}."
-                + did_you_mean(str(self.strategy), AC_STRATEGIES)
-            )
-        object.__setattr__(self, "strategy", strategy)
-        self._check_scalars()
+        check_fields(self)
         self._check_names()
         if self.policy is not None and not is_policy(self.policy):
             raise TypeError(
                 f"CheckpointConfig.policy is {self.policy!r}; it must be a policy object, such as SelectivePolicy()."
             )
         self._check_contradictions()
-
-    def _check_scalars(self) -> None:
-        for name in (f.name for f in dataclasses.fields(self) if isinstance(f.default, bool)):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"CheckpointConfig.{name} is {value!r}; it must be true or false.")
-        threshold = self.memory_threshold_mb
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-            raise TypeError(f"CheckpointConfig.memory_threshold_mb is {threshold!r}; it must be a number of MB.")
-        if not 0 <= threshold < math.inf:
-            raise ValueError(f"CheckpointConfig.memory_threshold_mb is {threshold!r}; it must be finite and >= 0.")
-        for name in ("snn_chunk_size", "profile_num_runs", "sequential_segments"):
-            value = getattr(self, name)
-            if value is not None or name != "sequential_segments":
-                check_whole(f"CheckpointConfig.{name}", value, 1)
 
     def _check_names(self) -> None:
         for name in ("exclude_patterns", "include_patterns", "layer_classes", "ops_to_save"):

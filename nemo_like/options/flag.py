@@ -1,12 +1,12 @@
 """The command-line flag of an option: written once, as metadata of the option's field."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_like._util.field_docs import field_docs
+from nemo_like._util.words import setting
 
 FIELDS = object()  # The default of the field.
 
@@ -57,6 +57,8 @@ class Flag:
         return start + text[1:] + (f": {values}" if values else "")
 
 
-def flagged(default: Any, /, on: str = "plan fit", group: str = "parallelism", **facts: Any) -> Any:
-    """Return a field of an options class with a flag; `facts`: other fields of `Flag`."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(on, group, **facts)})
+def flagged(
+    default: Any, /, on: str = "plan fit", group: str = "parallelism", unit: str = "", called: str = "", **facts: Any
+) -> Any:
+    """Return a `setting` with a flag; `facts`: other fields of `Flag`."""
+    return setting(default, unit=unit, called=called, **facts, flag=Flag(on, group, **facts))

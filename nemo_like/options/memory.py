@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nemo_like._util.words import check_bool, parse_bytes
+from nemo_like._util.words import check_fields, parse_bytes
 from nemo_like.options.flag import flagged
 
 
@@ -33,7 +33,7 @@ class PlanSearch:
     default is a quarter of a node's 2 TiB for eight GPUs."""
 
     def __post_init__(self) -> None:
-        check_bool("PlanSearch.host", self.host)
+        check_fields(self)
         size = parse_bytes(self.host_memory, "host_memory") if isinstance(self.host_memory, str) else self.host_memory
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
+from nemo_like._util.words import a_or_an, check_fields, check_word, parse_dtype, setting
 from nemo_like.options.flag import flagged
 from nemo_like.options.pipelining import Axis, parse_loss_mean
 
@@ -22,6 +22,7 @@ FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather", *MXFP8)
 ENDS: tuple[str, ...] = ("apart", "root")
 # Kinds of device to train on, the first one that is visible first, and the back ends of a process group there.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+OFFLOADS: tuple[str, ...] = ("none", "boundary", "saved", "all")
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
 
 
@@ -70,42 +71,36 @@ class FSDP2:
     """Free the gathered parameters after forward and gather them again in backward. None: layers do, except the last,
     which backward needs at once; tail and root do not. True / False: all / none. A number: layers stay sharded over
     that many ranks in between (a divisor of the shard axis)."""
-    forward_prefetch: int = flagged(1, name="prefetch", kind=int, least=0)
+    forward_prefetch: int = flagged(1, name="prefetch", kind=int, least=0, unit="whole number of units")
     """Number of following units that each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
-    backward_prefetch: int = 1
+    backward_prefetch: int = setting(1, least=0, unit="whole number of units")
     """The same for backward."""
     cpu_offload: bool = flagged(
         False, "plan pins pretrain", "memory", kind=bool, stages=False, moves=True, searched=(False, True)
     )
     """Keep parameter shards, gradients and optimizer state in CPU memory."""
-    frozen_sharding: str = "root"
+    frozen_sharding: str = setting("root", choices=FROZEN_SHARDING)
     """Frozen layers of a vision or audio encoder that a rank without such an input skips (with `shard_layers` and layers
     without groups, all that are frozen next to layers that train). ``root``: gathered with the root on every rank, so that
     none waits. ``replicate``: whole on every rank. ``per_layer``: like any layer, least memory; refused as soon as one rank
     runs the encoder and another does not."""
 
-    ends: str = "apart"
+    ends: str = setting("apart", choices=ENDS)
     """Units of the modules around the layers. ``apart``: the embedding has one, the last norm and the head another.
     ``root``: all are one unit, gathered from the beginning of a step to its end, as in a loop that calls `fully_shard`
     for the layers and then for the model."""
 
-    timeout_seconds: float | None = None
+    timeout_seconds: float | None = setting(None, above=0, unit="number of seconds")
     """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
     that exists keeps its own. None: torch's default."""
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout_seconds)
-        for name in ("forward_prefetch", "backward_prefetch"):
-            check_whole(name, getattr(self, name), 0, "units")
+        check_fields(self)
         reshard = self.reshard_after_forward
         if reshard is not None and not isinstance(reshard, int):
             raise TypeError(f"reshard_after_forward is {reshard!r}; it must be None, a bool or a number of ranks.")
         if not isinstance(reshard, bool | None) and reshard < 2:
             raise ValueError(f"reshard_after_forward is {reshard!r}; as a number of ranks it must be at least 2.")
-        check_bool("cpu_offload", self.cpu_offload)
-        for name, words in (("frozen_sharding", FROZEN_SHARDING), ("ends", ENDS)):
-            if getattr(self, name) not in words:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}.")
 
 
 def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
@@ -190,29 +185,18 @@ class DDP:
     find_unused_parameters: bool = False
     """Some parameters get no gradient in some steps (a branch that is not taken, on any rank). Without it such a step
     ends in torch's "Expected to have finished reduction"; with it each step walks the graph once more."""
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | None = setting(None, above=0, unit="number of MiB")
     """MiB of gradients that are reduced in one piece. None: torch's default (25)."""
-    timeout_seconds: float | None = None
+    timeout_seconds: float | None = setting(None, above=0, unit="number of seconds")
     """As in `FSDP2`."""
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout_seconds)
-        check_bool("find_unused_parameters", self.find_unused_parameters)
-        size = self.bucket_cap_mb
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
-            raise ValueError(f"bucket_cap_mb is {size!r}; it must be a number of MiB above 0, or None.")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class Single:
     """Every rank trains a whole model by itself. ``strategy="single"`` means this."""
-
-
-def _check_timeout(seconds: object) -> None:
-    if seconds is not None and (
-        isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
-    ):
-        raise ValueError(f"timeout_seconds is {seconds!r}; it must be a number of seconds above 0, or None.")
 
 
 def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
@@ -228,12 +212,7 @@ def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
         raise TypeError(
             f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or an FSDP2(...) or DDP(...)."
         )
-    word = normalise(strategy)
-    if word not in STRATEGIES:
-        raise ValueError(
-            f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}." + did_you_mean(word, STRATEGIES)
-        )
-    return {"fsdp2": FSDP2, "ddp": DDP, "single": Single}[word]()
+    return {"fsdp2": FSDP2, "ddp": DDP, "single": Single}[check_word("strategy", strategy, STRATEGIES)]()
 
 
 @dataclass(frozen=True)
@@ -244,7 +223,9 @@ class TensorParallel(Axis):
     TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False, asynchronous=False)
     """
 
-    size: int = flagged(1, "plan pins pretrain", name="tp", kind=int, least=1)
+    size: int = flagged(
+        1, "plan pins pretrain", name="tp", kind=int, least=1, unit="whole number of ranks", called="tp"
+    )
     """Ranks that share a layer's matmuls; must divide the number of ranks."""
     plan: Mapping[str, Any] | None = None
     """Module name pattern to `ParallelStyle` or its name; None: the model's own plan."""
@@ -261,11 +242,9 @@ class TensorParallel(Axis):
     GPUs that NVLink joins. Such a step has not run here; its seconds are predicted."""
 
     def __post_init__(self) -> None:
-        check_whole("tp", self.size, 1, "ranks")
+        check_fields(self)
         if self.plan is not None and not isinstance(self.plan, Mapping):
             raise TypeError(f"TensorParallel.plan is {self.plan!r}; it must map name patterns to styles.")
-        for name in ("sequence_parallel", "loss_parallel", "asynchronous"):
-            check_bool(f"TensorParallel.{name}", getattr(self, name))
         if self.asynchronous and not self.sequence_parallel:
             raise ValueError(
                 "TensorParallel.asynchronous is True without sequence_parallel, and it overlaps gathers and "
@@ -289,7 +268,9 @@ class ContextParallel(Axis):
     ContextParallel(size=2, method='all_gather', loss_mean=None)
     """
 
-    size: int = flagged(1, "plan pins pretrain finetune", name="cp", kind=int, least=1)
+    size: int = flagged(
+        1, "plan pins pretrain finetune", name="cp", kind=int, least=1, unit="whole number of ranks", called="cp"
+    )
     """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
     method: str = flagged("all_gather", "plan pins pretrain", name="cp_method", choices=CONTEXT_METHODS)
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
@@ -304,18 +285,7 @@ class ContextParallel(Axis):
     labels of another shape as ``"rows"``. The first call compares it with the loss of whole sequences."""
 
     def __post_init__(self) -> None:
-        check_whole("cp", self.size, 1, "ranks")
-        if not isinstance(self.method, str):
-            raise TypeError(
-                f"ContextParallel.method is {self.method!r}; it must be one of {', '.join(CONTEXT_METHODS)}."
-            )
-        word = normalise(self.method)
-        if word not in CONTEXT_METHODS:
-            raise ValueError(
-                f"ContextParallel.method is {self.method!r}; it must be one of {', '.join(CONTEXT_METHODS)}."
-                + did_you_mean(word, CONTEXT_METHODS)
-            )
-        object.__setattr__(self, "method", word)
+        check_fields(self)
         object.__setattr__(
             self, "loss_mean", parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
         )
@@ -329,7 +299,9 @@ class ExpertParallel(Axis):
     ExpertParallel(size=4, plan=None, imbalance=None)
     """
 
-    size: int = flagged(1, "plan pins pretrain", name="ep", kind=int, least=1)
+    size: int = flagged(
+        1, "plan pins pretrain", name="ep", kind=int, least=1, unit="whole number of ranks", called="ep"
+    )
     """Ranks that share a layer's experts; must divide ``dp_shard x cp x tp`` and the number of experts."""
     plan: Mapping[str, str] | None = None
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
@@ -341,9 +313,10 @@ class ExpertParallel(Axis):
     unbalanced."""
 
     def __post_init__(self) -> None:
-        check_whole("ep", self.size, 1, "ranks")
         if self.imbalance is not None:
-            check_imbalance("ExpertParallel.imbalance", self.imbalance, self.size if self.size > 1 else None)
+            several = isinstance(self.size, int) and self.size > 1
+            check_imbalance("ExpertParallel.imbalance", self.imbalance, self.size if several else None)
+        check_fields(self)
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:
@@ -401,16 +374,14 @@ class Precision:
     """The dtype of the model's floating-point outputs; None: as they come."""
     cast_forward_inputs: bool = True
     """FSDP2: cast the arguments of a unit's forward to `param_dtype`."""
-    matmuls: str | None = None
+    matmuls: str | None = setting(None, choices=FLOAT8)
     """``"fp8"``: the layers' linears multiply in float8 with one scale per tensor; ``"fp8-rowwise"``: with one per row;
     ``"fp8-gather"``: as ``"fp8"``, and FSDP2 gathers their weights in float8, too; ``"mxfp8"``: in MXFP8, with one for 32
     values, on GPUs of compute capability 10.0 (Blackwell); ``"mxfp8-emulated"``: the same numbers, slowly, on any device
     (all by torchao, extra ``fp8``). None: as everything else."""
 
     def __post_init__(self) -> None:
-        if self.matmuls not in (None, *FLOAT8):
-            raise ValueError(f"Precision.matmuls is {self.matmuls!r}; it must be None or one of {', '.join(FLOAT8)}.")
-        check_bool("Precision.cast_forward_inputs", self.cast_forward_inputs)
+        check_fields(self)
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
         if self.param_dtype is not None and self.reduce_dtype is None:
@@ -468,29 +439,22 @@ class Precision:
 class OffloadConfig:
     """Offloading of saved activations to CPU memory, within these limits."""
 
-    mode: str = "saved"
+    mode: str = setting("saved", choices=OFFLOADS)
     """``none`` | ``boundary`` (layer inputs) | ``saved`` (the policy's tensors) | ``all`` (every activation)."""
-    min_bytes: int = 1 << 20
+    min_bytes: int = setting(1 << 20, least=0)
     """Smaller storages stay on the device, bytes."""
-    max_inflight_bytes: int = 1 << 30
+    max_inflight_bytes: int = setting(1 << 30, least=1)
     """Device bytes that copies to the host may hold at one time."""
-    prefetch: int = 1
+    prefetch: int = setting(1, least=0)
     """Number of layers ahead of backward at which the way back starts."""
     pin_memory: bool = True
     """Use page-locked CPU memory, where the device has it: needed for copies that overlap with computing."""
-    host_budget_bytes: int | None = None
+    host_budget_bytes: int | None = setting(None, least=0)
     """Host bytes per rank (see `host_bytes`); past it, tensors stay on the device and this is logged once. None: no
     limit."""
 
     def __post_init__(self) -> None:
-        modes = ("none", "boundary", "saved", "all")
-        if self.mode not in modes:
-            raise ValueError(f"OffloadConfig.mode is {self.mode!r}; it must be one of {', '.join(modes)}.")
-        for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
-            value = getattr(self, name)
-            if value is not None or name != "host_budget_bytes":
-                check_whole(f"OffloadConfig.{name}", value, least)
-        check_bool("OffloadConfig.pin_memory", self.pin_memory)
+        check_fields(self)
 
     def host_bytes(self, nbytes: int) -> int:
         """Return the bytes of CPU memory that a copy of `nbytes` takes: PyTorch rounds pinned ones to a power of two.
@@ -511,7 +475,7 @@ class OffloadConfig:
         if offload is None:
             return cls(mode=default)
         if isinstance(offload, str):
-            return cls(mode=normalise(offload))
+            return cls(mode=offload)
         if isinstance(offload, OffloadConfig):
             return offload
         raise TypeError(

@@ -1,10 +1,12 @@
 """Options to cut a model into the stages of a pipeline."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nemo_like._util.words import check_whole, did_you_mean, normalise
+from nemo_like._util.words import check_fields, did_you_mean, normalise, setting
 from nemo_like.options.flag import flagged
 
 # The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`.
@@ -161,12 +163,14 @@ class PipelineParallel(Axis):
     8
     """
 
-    size: int = flagged(1, "plan pins pretrain", name="pp", kind=int, least=1)
+    size: int = flagged(
+        1, "plan pins pretrain", name="pp", kind=int, least=1, unit="whole number of ranks", called="pp"
+    )
     """Ranks of one pipeline; must divide the number of ranks."""
-    schedule: str = flagged("1f1b", "plan pins pretrain", name="pp_schedule", values=" | ".join(SCHEDULES))
+    schedule: str = flagged("1f1b", "plan pins pretrain", name="pp_schedule", choices=SCHEDULES)
     """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
     ``zbv`` | ``dualpipev``: torch's."""
-    microbatches: int | None = None
+    microbatches: int | None = setting(None, least=1)
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = flagged(None, "plan pins pretrain", kind=int, least=1)
     """Stages on one rank. None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
@@ -188,21 +192,11 @@ class PipelineParallel(Axis):
     returns the loss."""
 
     def __post_init__(self) -> None:
-        check_whole("pp", self.size, 1, "ranks")
-        object.__setattr__(
-            self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
-        )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"PipelineParallel.schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}."
-                + did_you_mean(str(self.schedule), SCHEDULES)
-            )
+        check_fields(self)
         if self.stages_per_rank is None:
             object.__setattr__(self, "stages_per_rank", self.facts.default_per_rank)
         if self.microbatches is None:
             object.__setattr__(self, "microbatches", 2 * self.size)
-        for name in ("microbatches", "stages_per_rank"):
-            check_whole(f"PipelineParallel.{name}", getattr(self, name), 1)
         self._check_schedule()
         self._check_rest()
 

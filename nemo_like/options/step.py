@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.words import check_bool, check_whole, did_you_mean, normalise, parse_bytes
+from nemo_like._util.words import check_fields, check_word, parse_bytes, setting
 from nemo_like.options.flag import flagged
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 
@@ -32,13 +31,7 @@ def parse_compile(compile: object) -> str | None:
         return "inductor"
     if not isinstance(compile, str):
         raise TypeError(f"compile is {compile!r}; it must be a bool or one of {', '.join(COMPILE_BACKENDS)}.")
-    backend = normalise(compile)
-    if backend not in COMPILE_BACKENDS:
-        raise ValueError(
-            f"compile is {compile!r}; it must be False, True ('inductor') or one of {', '.join(COMPILE_BACKENDS)}."
-            + did_you_mean(backend, COMPILE_BACKENDS)
-        )
-    return backend
+    return check_word("compile", compile, COMPILE_BACKENDS, "False, True ('inductor') or ")
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class ChunkedLoss:
     1024
     """
 
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None = setting(None, least=1, unit="whole number of tokens")
     """Tokens whose logits exist at one time. None: as many as `chunk_bytes` holds."""
     chunk_bytes: int | str = "256MiB"
     """Bytes of one chunk's logits (``"256MiB"``), where `chunk_tokens` is None. A chunk of fixed size, and not a fixed
@@ -57,26 +50,19 @@ class ChunkedLoss:
     grads_in_float32: bool = True
     """Sum the head's gradients over the chunks in float32. False: in the parameters' dtype, which for a bfloat16 head
     saves 2 bytes per weight between forward and backward, and loses low bits of the sum with every chunk."""
-    z_loss: float = 0.0
+    z_loss: float = setting(0.0, least=0, unit="weight")
     """Weight of ``logsumexp(logits) ** 2``, added for each token (PaLM's z-loss, Chowdhery et al. 2022, section 5)."""
-    compile: str | None = None
+    compile: str | None = setting(None, choices=COMPILE_BACKENDS)
     """Compile the code for the logits of a chunk, once for all chunks: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
     None: as the layers are compiled in `parallelize`; elsewhere not."""
 
     def __post_init__(self) -> None:
-        tokens = self.chunk_tokens
-        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-            raise ValueError(f"chunk_tokens is {tokens!r}; it must be a whole number of tokens >= 1, or None.")
+        check_fields(self)
         size = self.chunk_bytes
         if isinstance(size, bool) or not isinstance(size, int | str):
             raise TypeError(f"chunk_bytes is {size!r}; it must be a number of bytes or a string like '256MiB'.")
         if self.bytes < 1:
             raise ValueError(f"chunk_bytes is {size!r}; a chunk must hold at least one byte.")
-        check_bool("grads_in_float32", self.grads_in_float32)
-        if isinstance(self.z_loss, bool) or not isinstance(self.z_loss, int | float) or not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss is {self.z_loss!r}; it must be a weight >= 0.")
-        if self.compile is not None and self.compile not in COMPILE_BACKENDS:
-            raise ValueError(f"compile is {self.compile!r}; it must be None or one of {', '.join(COMPILE_BACKENDS)}.")
 
     @property
     def bytes(self) -> int:
@@ -106,10 +92,7 @@ class ChunkedLoss:
             return loss
         if not isinstance(loss, str):
             raise TypeError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}, or a ChunkedLoss(...).")
-        word = normalise(loss)
-        if word not in LOSSES:
-            raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}." + did_you_mean(word, LOSSES))
-        return cls() if word == "chunked" else None
+        return cls() if check_word("loss", loss, LOSSES) == "chunked" else None
 
 
 # The training loop's way through a step: the facts that a memory budget needs in addition to the model.
@@ -165,7 +148,7 @@ class StepSpec:
     zero_grad: str = flagged("free", "plan fit", "training", choices=ZERO_GRAD)
     """Gradients between steps. ``free``: gradients are None before the first forward of a step (torch's default);
     ``zero``: they stay, as zeros (``zero_grad(set_to_none=False)``)."""
-    optimizer: str = flagged("adamw", "plan pretrain finetune", "training", choices=OPTIMIZERS)
+    optimizer: str = flagged("adamw", "plan pretrain finetune", "training", choices=OPTIMIZERS, called="optimizer")
     """The optimizer, whose state and temporaries count. ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
     one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks
     of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
@@ -184,12 +167,7 @@ class StepSpec:
     micro-batch then, and nothing can look at all gradients, so that they cannot be clipped by their global norm."""
 
     def __post_init__(self) -> None:
-        check_whole("StepSpec.microbatches", self.microbatches, 1)
-        for name, known in (("sync", SYNC), ("zero_grad", ZERO_GRAD)):
-            _word(f"StepSpec.{name}", getattr(self, name), known)
-        for name in ("keeps_output", "ema", "in_backward"):
-            check_bool(f"StepSpec.{name}", getattr(self, name))
-        _word("optimizer", self.optimizer, OPTIMIZERS)
+        check_fields(self)
         if self.in_backward and self.accumulates:
             raise ValueError(
                 f"in_backward is True with microbatches={self.microbatches} and zero_grad={self.zero_grad!r}: the first "
@@ -226,9 +204,3 @@ class StepSpec:
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-
-
-def _word(name: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        close = did_you_mean(normalise(value), known) if isinstance(value, str) else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.{close}")

@@ -11,7 +11,7 @@ from nemo_like._util.console import check_new_folder, check_writable, flag, toke
 from nemo_like._util.option_fields import AnyOptions, Need, Options, option
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, flags_on, job_of
-from nemo_like.options import ADAMW, FLOAT8, SCHEDULES, MemoryBudget, parse_ac, parse_bytes
+from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, parse_ac, parse_bytes
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
 from nemo_like.recipes import JOBS
@@ -51,7 +51,8 @@ def with_flags(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
 
     def decorate(cls: type[AnyOptions]) -> type[AnyOptions]:
         for name in [name for name in flags_on(command) if name not in cls.__annotations__]:
-            cls.__annotations__[name] = Any
+            known = FLAGS[name]
+            cls.__annotations__[name] = known.kind.__name__ + (" | None" if known.default is None else "")
             setattr(cls, name, job_option(name))
         return dataclass(frozen=True, kw_only=True)(cls)
 
@@ -118,7 +119,7 @@ class PretrainOptions(SharedOptions):
     )
     cp: int = job_option("cp")
     pp: int = job_option("pp")
-    pp_schedule: str = job_option("pp_schedule", choices=SCHEDULES)
+    pp_schedule: str = job_option("pp_schedule")
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
     global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nemo_like._util.words import check_whole
+from nemo_like._util.words import check_bool, check_whole, check_word
 from nemo_like.flags import FLAGS, PRECISION
 from nemo_like.job import Job
 from nemo_like.options import (
@@ -19,11 +19,9 @@ from nemo_like.options import (
     SCHEDULES,
     CheckpointConfig,
     MemoryBudget,
-    OffloadConfig,
     PipelineParallel,
     StepSpec,
     did_you_mean,
-    normalise,
     parse_ac,
 )
 from nemo_like.options.flag import Flag
@@ -292,24 +290,11 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 def _read(name: str, value: Any) -> Any:
     if name in AXES:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number.")
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be >= 1.")
+        check_whole(name, value, 1)
         return value
     if name in _OF_FSDP2:
         return getattr(FSDP2(**{name: value}), name)  # which checks it
     if name in _SWITCHES:
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be True or False.")
+        check_bool(name, value)
         return value
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}.")
-    word = normalise(value)
-    if name == "offload" and word == "none":
-        return OffloadConfig(word).mode
-    if word not in _WORDS[name]:
-        raise ValueError(
-            f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}." + did_you_mean(word, _WORDS[name])
-        )
-    return word
+    return check_word(name, value, _WORDS[name])
