@@ -219,7 +219,7 @@ class Job:
             object.__setattr__(self, name, read(getattr(self, name)))
         check_fields(self, str)
         for rule in RULES:
-            if (problem := rule(self)) is not None:
+            for problem in rule(self):
                 raise ValueError(problem)
 
     @classmethod
@@ -462,194 +462,117 @@ def _sizes(job: Job) -> dict[str, int]:
     return {"pp": job.pp.size, "dp_replicate": job.dp_replicate, "cp": job.cp.size, "tp": job.tp.size}
 
 
-def _axes_need_fsdp2(job: Job) -> str | None:
+def _of_ranks(job: Job) -> Iterator[str]:
+    """Axes that the strategy or the number of ranks does not have."""
+    shards, replicas = isinstance(job.strategy, FSDP2), isinstance(job.strategy, DDP)
     for name, what in (("tp", "weights"), ("cp", "sequences"), ("ep", "experts")):
         axis = getattr(job, name)
-        if axis != type(axis)() and not isinstance(job.strategy, FSDP2):
-            return (
+        if axis != type(axis)() and not shards:
+            yield (
                 f"{name} is {axis.size}: it splits {what} over the ranks of FSDP2, and strategy {_word(job)!r} keeps them "
                 "whole. Use strategy='fsdp2'."
             )
-    return None
-
-
-def _stages_need_fsdp2(job: Job) -> str | None:
-    if job.pp.size > 1 and isinstance(job.strategy, DDP):
-        return (
+    if job.pp.size > 1 and replicas:
+        yield (
             f"pp is {job.pp.size} with strategy='ddp': the replicas of a stage are made by FSDP2. Use "
             "strategy='fsdp2' with dp_replicate."
         )
     if job.pp.size > 1 and isinstance(job.strategy, Single) and job.world_size not in (None, job.pp.size):
-        return (
+        yield (
             f"pp is {job.pp.size} with strategy='single' on {job.world_size} ranks: ranks that share a stage shard it. Use "
             "strategy='fsdp2'."
         )
-    return None
-
-
-def _replicas_need_fsdp2(job: Job) -> str | None:
-    if job.dp_replicate == 1 or isinstance(job.strategy, FSDP2):
-        return None
-    if isinstance(job.strategy, Single):
-        return f"dp_replicate is {job.dp_replicate}, and strategy='single' has no replicas. Use strategy='fsdp2'."
-    if job.world_size not in (None, job.dp_replicate):
-        return (
+    if job.dp_replicate > 1 and isinstance(job.strategy, Single):
+        yield f"dp_replicate is {job.dp_replicate}, and strategy='single' has no replicas. Use strategy='fsdp2'."
+    if job.dp_replicate > 1 and replicas and job.world_size not in (None, job.dp_replicate):
+        yield (
             f"dp_replicate is {job.dp_replicate}, but 'ddp' replicates over all {job.world_size} ranks. Use "
             "strategy='fsdp2'."
         )
-    return None
-
-
-def _one_rank_has_no_axes(job: Job) -> str | None:
-    if job.world_size != 1:
-        return None
+    if job.world_size is None:
+        return
     for name, size in (_sizes(job) | {"ep": job.ep.size}).items():
-        if size != 1:
-            return f"{name} is {size}, but this job has one rank. Start more with torchrun, or leave {name} out."
-    return None
-
-
-def _axes_divide_the_ranks(job: Job) -> str | None:
-    if job.world_size is None or isinstance(job.strategy, DDP):
-        return None
+        if size != 1 and job.world_size == 1:
+            yield f"{name} is {size}, but this job has one rank. Start more with torchrun, or leave {name} out."
     sizes = {name: size for name, size in _sizes(job).items() if size > 1}
-    return undivided(sizes, job.world_size, f"the {job.world_size} ranks")
-
-
-def _experts_divide_the_shards(job: Job) -> str | None:
+    if not replicas and (problem := undivided(sizes, job.world_size, f"the {job.world_size} ranks")):
+        yield problem
     ranks = job.shard_ranks * job.tp.size
-    if job.world_size is not None and job.ep.size > 1 and ranks % job.ep.size:
-        return (
+    if job.ep.size > 1 and ranks % job.ep.size:
+        yield (
             f"ep is {job.ep.size}, which does not divide the {ranks} ranks that hold one copy of the model "
             "(dp_shard x cp x tp). Use a divisor, or more ranks."
         )
-    return None
-
-
-def _tensor_options_need_ranks(job: Job) -> str | None:
-    if job.world_size is None or job.tp.size > 1:
-        return None
     for name in ("sequence_parallel", "loss_parallel"):
-        if getattr(job.tp, name):
-            return f"{name}=True splits tensors over the ranks of tp, and tp is 1. It needs tp=2 or more."
-    return None
+        if job.tp.size == 1 and getattr(job.tp, name):
+            yield f"{name}=True splits tensors over the ranks of tp, and tp is 1. It needs tp=2 or more."
 
 
-def _async_tp_is_compiled(job: Job) -> str | None:
+def _of_code(job: Job) -> Iterator[str]:
+    """Compilers, dtypes and budgets that cannot be combined with another option."""
     if job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor":
-        return (
+        yield (
             f"TensorParallel.asynchronous is True and compile is {job.compile!r}: only Inductor overlaps collectives "
             "with matmuls. Use compile='inductor', or asynchronous=False."
         )
-    return None
-
-
-def _reentrant_is_not_compiled(job: Job) -> str | None:
     if job.compile is not None and getattr(job.ac, "use_reentrant", False):
-        return (
+        yield (
             "CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile reentrant checkpointing. Set "
             "use_reentrant=False, or compile=False."
         )
-    return None
-
-
-def _float8_is_whole(job: Job) -> str | None:
-    matmuls = job.precision.matmuls
-    if matmuls is None:
-        return None
-    if matmuls == "fp8-gather" and job.offloads_state:
-        return (
+    if job.precision.matmuls == "fp8-gather" and job.offloads_state:
+        yield (
             "precision is 'fp8-gather' with cpu_offload=True: shards would be cast to float8 on the host, which was not "
             "tried. Use precision='fp8'."
         )
-    if matmuls == "fp8-gather" and job.tp.size > 1:
-        return (
+    if job.precision.matmuls == "fp8-gather" and job.tp.size > 1:
+        yield (
             f"precision is 'fp8-gather' with tp={job.tp.size}: torchao gathers no weights in float8 that tp has split. Use "
             "precision='fp8'."
         )
-    return None
+    if isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state:
+        yield f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
 
 
-def _budget_of_stages(job: Job) -> str | None:
-    if not isinstance(job.ac, MemoryBudget) or job.pp.size == 1:
-        return None
-    if job.offloads_state:
-        return f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
-    return None
-
-
-def _split_is_the_callers(job: Job) -> str | None:
-    if job.pp.split is None:
-        return None
-    reasons = [
-        (
-            f"ac is {job.ac}",
-            isinstance(job.ac, MemoryBudget),
-            "no plan is made for those; a mode such as 'selective' is",
-        ),
-        ("ac is a plan", _is_plan(job.ac), "no plan is made for those; a mode such as 'selective' is"),
-        (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
-    ]
-    for what, is_asked, reason in reasons:
-        if is_asked:
-            return f"{what} with split=, whose stages are the caller's own: {reason}. Leave one of the two out."
-    return None
-
-
-def _split_backward_stays_gathered(job: Job) -> str | None:
+def _of_stages(job: Job) -> Iterator[str]:
+    """Options that the stages of a pipeline, or shards that are gathered again, do not have."""
+    if job.pp.split is not None:
+        unplanned = "no plan is made for those; a mode such as 'selective' is"
+        for what, is_asked, reason in (
+            (f"ac is {job.ac}", isinstance(job.ac, MemoryBudget), unplanned),
+            ("ac is a plan", _is_plan(job.ac), unplanned),
+            (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
+        ):
+            if is_asked:
+                yield f"{what} with split=, whose stages are the caller's own: {reason}. Leave one of the two out."
     fsdp = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     stays = not unit_reshards(in_stage(fsdp), "layer") or job.pp.size == 1 or job.world_size == job.pp.size
-    if stays or not job.pp.facts.splits_backward:
-        return None
-    return (
-        f"strategy is {as_code(fsdp)} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks the "
-        "parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave the option "
-        "out, or use 'interleaved_1f1b'."
-    )
-
-
-def _resharding_divides_the_shards(job: Job) -> str | None:
-    if job.world_size is None or not isinstance(job.strategy, FSDP2):
-        return None
-    if job.world_size == job.pp.size > 1:
-        return None  # a stage on one rank: nothing is sharded
-    return undivided_shards(job.strategy, job.shard_ranks)
-
-
-def _update_in_backward_is_whole(job: Job) -> str | None:
+    if not stays and job.pp.facts.splits_backward:
+        yield (
+            f"strategy is {as_code(fsdp)} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks "
+            "the parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave "
+            "the option out, or use 'interleaved_1f1b'."
+        )
+    is_whole = job.world_size == job.pp.size > 1  # a stage on one rank: nothing is sharded
+    if job.world_size is not None and not is_whole and isinstance(job.strategy, FSDP2):
+        problem = undivided_shards(job.strategy, job.shard_ranks)
+        if problem is not None:
+            yield problem
     if not job.step.in_backward:
-        return None
-    reasons = [
+        return
+    for what, is_asked, reason in (
         (f"pp={job.pp.size}", job.pp.size > 1, "a stage reduces its gradients behind its last micro-batch"),
         (f"cp={job.cp.size}", job.cp.size > 1, "it was not tried with parts of sequences"),
         (f"ep={job.ep.size}", job.ep.size > 1, "it was not tried with experts that are split"),
         ("strategy='ddp'", isinstance(job.strategy, DDP), "gradients are summed over the ranks behind the hooks"),
         ("cpu_offload=True", job.offloads_state, "backward would wait for steps on the host"),
-    ]
-    for what, is_asked, reason in reasons:
+    ):
         if is_asked:
-            return f"StepSpec.in_backward is True with {what}: {reason}. Leave one of the two out."
-    return None
+            yield f"StepSpec.in_backward is True with {what}: {reason}. Leave one of the two out."
 
 
-RULES: tuple[Callable[[Job], str | None], ...] = (
-    _axes_need_fsdp2,
-    _stages_need_fsdp2,
-    _replicas_need_fsdp2,
-    _one_rank_has_no_axes,
-    _axes_divide_the_ranks,
-    _experts_divide_the_shards,
-    _tensor_options_need_ranks,
-    _async_tp_is_compiled,
-    _reentrant_is_not_compiled,
-    _float8_is_whole,
-    _budget_of_stages,
-    _split_is_the_callers,
-    _split_backward_stays_gathered,
-    _resharding_divides_the_shards,
-    _update_in_backward_is_whole,
-)
-"""Rules on options that cannot be combined, whatever the model: each returns an error's message, or None."""
+RULES: tuple[Callable[[Job], Iterator[str]], ...] = (_of_ranks, _of_code, _of_stages)
+"""Rules on options that cannot be combined, whatever the model: each yields the messages of errors."""
 
 
 # --- values as code ----------------------------------------------------------------------------------------------------

@@ -88,34 +88,55 @@ class CheckpointConfig:
 
     def _check_contradictions(self) -> None:
         """Refuse two settings that cannot both hold, by the field that has to change."""
-        strategy = self.strategy
-
-        def refuse(field: str, why: str) -> None:
-            raise ValueError(f"CheckpointConfig.{field} is {getattr(self, field)!r}, but {why}")
-
-        if self.enabled and strategy == "none":
-            refuse("enabled", "strategy is 'none', which checkpoints nothing: set enabled=False or name a strategy.")
-        if self.ops_to_save is not None and strategy != "selective":
-            refuse("ops_to_save", f"strategy is {strategy!r}: only 'selective' keeps single ops.")
-        if self.sequential_segments is not None and strategy != "sequential":
-            refuse("sequential_segments", f"strategy is {strategy!r}: only 'sequential' makes segments.")
-        if self.policy is not None and strategy not in ("selective", "submodule", "sequential"):
-            refuse("policy", f"strategy is {strategy!r}, which keeps nothing by policy: leave one of the two out.")
-        if self.policy is not None and self.ops_to_save is not None:
-            refuse("policy", "ops_to_save is given too: put the ops into the policy, SelectivePolicy(save_ops=...).")
-        if self.policy is not None and self.use_reentrant and not self.policy.keeps_nothing:
-            refuse("use_reentrant", "a policy keeps tensors, for which only the non-reentrant form has hooks.")
-        if self.use_reentrant and strategy in ("selective", "sequential"):
-            refuse(
+        strategy, policy = self.strategy, self.policy
+        both = sorted(set(self.exclude_patterns) & set(self.include_patterns))
+        contradictions = (
+            (
+                "enabled",
+                self.enabled and strategy == "none",
+                "strategy is 'none', which checkpoints nothing: set enabled=False or name a strategy.",
+            ),
+            (
+                "ops_to_save",
+                self.ops_to_save is not None and strategy != "selective",
+                f"strategy is {strategy!r}: only 'selective' keeps single ops.",
+            ),
+            (
+                "sequential_segments",
+                self.sequential_segments is not None and strategy != "sequential",
+                f"strategy is {strategy!r}: only 'sequential' makes segments.",
+            ),
+            (
+                "policy",
+                policy is not None and strategy not in ("selective", "submodule", "sequential"),
+                f"strategy is {strategy!r}, which keeps nothing by policy: leave one of the two out.",
+            ),
+            (
+                "policy",
+                policy is not None and self.ops_to_save is not None,
+                "ops_to_save is given too: put the ops into the policy, SelectivePolicy(save_ops=...).",
+            ),
+            (
                 "use_reentrant",
+                policy is not None and self.use_reentrant and not policy.keeps_nothing,
+                "a policy keeps tensors, for which only the non-reentrant form has hooks.",
+            ),
+            (
+                "use_reentrant",
+                self.use_reentrant and strategy in ("selective", "sequential"),
                 f"strategy is {strategy!r}, which needs the saved-tensor hooks that only the non-reentrant form has: "
                 "set use_reentrant=False, or strategy='full' or 'submodule'.",
-            )
-        if self.snn_chunk_size != 1 and not self.snn_timestep_checkpoint:
-            refuse("snn_chunk_size", "snn_timestep_checkpoint is False: set it to True to checkpoint timesteps.")
-        both = sorted(set(self.exclude_patterns) & set(self.include_patterns))
-        if both:
-            refuse("exclude_patterns", f"include_patterns holds {both} too: keep each pattern in one of the two.")
+            ),
+            (
+                "snn_chunk_size",
+                self.snn_chunk_size != 1 and not self.snn_timestep_checkpoint,
+                "snn_timestep_checkpoint is False: set it to True to checkpoint timesteps.",
+            ),
+            ("exclude_patterns", both, f"include_patterns holds {both} too: keep each pattern in one of the two."),
+        )
+        for field, contradicts, reason in contradictions:
+            if contradicts:
+                raise ValueError(f"CheckpointConfig.{field} is {getattr(self, field)!r}, but {reason}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:
@@ -173,17 +194,14 @@ class MemoryBudget:
                 f"MemoryBudget was given {' and '.join(limits) or 'nothing'}; it needs exactly one of "
                 f"{', '.join(field_names(MemoryBudget))}."
             )
-        for name in limits:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""
-                raise TypeError(f"MemoryBudget.{name} is {value!r}, {a_or_an(value)}; it must be a number{way}.")
-        if self.peak_bytes is not None and not self.peak_bytes > 0:
-            raise ValueError(f"MemoryBudget.peak_bytes is {self.peak_bytes!r}; it must be > 0.")
-        for name in ("fraction", "device_share"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"MemoryBudget.{name} is {share!r}; it must be between 0 and 1.")
+        value = getattr(self, limits[0])
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""
+            raise TypeError(f"MemoryBudget.{limits[0]} is {value!r}, {a_or_an(value)}; it must be a number{way}.")
+        if limits == ["peak_bytes"] and not value > 0:
+            raise ValueError(f"MemoryBudget.peak_bytes is {value!r}; it must be > 0.")
+        if limits != ["peak_bytes"] and not 0 <= value <= 1:
+            raise ValueError(f"MemoryBudget.{limits[0]} is {value!r}; it must be between 0 and 1.")
 
     @classmethod
     def parse(cls, text: str, name: str = "ac") -> MemoryBudget:

@@ -100,10 +100,8 @@ class AllocatorConfig:
             ValueError: as `parse`.
             TypeError: something else.
         """
-        if allocator is None:
-            return cls()
-        if isinstance(allocator, str):
-            return cls.parse(allocator)
+        if isinstance(allocator, str | None):
+            return cls.parse(allocator or "")
         if isinstance(allocator, AllocatorConfig):
             return allocator
         raise TypeError(f"allocator is {allocator!r}; it must be a text such as 'expandable_segments:True', or None.")

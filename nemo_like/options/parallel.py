@@ -401,10 +401,8 @@ class Precision:
             ValueError: an unknown or integer dtype.
             TypeError: something else.
         """
-        if precision is None:
-            return cls()
-        if isinstance(precision, Precision):
-            return precision
+        if isinstance(precision, Precision | None):
+            return precision or cls()
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -472,10 +470,8 @@ class OffloadConfig:
             ValueError: an unknown mode.
             TypeError: something else.
         """
-        if offload is None:
-            return cls(mode=default)
-        if isinstance(offload, str):
-            return cls(mode=offload)
+        if isinstance(offload, str | None):
+            return cls(mode=default if offload is None else offload)
         if isinstance(offload, OffloadConfig):
             return offload
         raise TypeError(
