@@ -13,11 +13,11 @@ from nemo_like._util.words import did_you_mean
 GROUPS = {
     "model": """model init dtype layers lora qlora lora_rank lora_alpha lora_dropout lora_targets tokenizer
         trust_remote_code vocab_size input_shape images image_size audio_seconds""",
-    "parallelism": """gpus device dp_shard threads calibrate""",
-    "memory": """modes budget budgets memory fit fit_memory""",
+    "parallelism": """gpus device dp_shard calibrate""",
+    "memory": """modes budget memory fit fit_memory""",
     "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch steps epochs lr
         schedule warmup_steps lr_floor weight_decay beta1 beta2 clip seed eval_every eval_samples""",
-    "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if
+    "output": """config settings_file settings_to paste_as runs count explain what_if
         check minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide json
         save checkpoint_dir save_every keep resume sync_save output export merge tensorboard wandb""",
 }

@@ -289,6 +289,9 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _read(name: str, value: Any) -> Any:
+    words = "a whole number" if name in AXES else f"one of {', '.join(_WORDS.get(name, ()))}"
+    if (name in AXES and type(value) is not int) or (name in _WORDS and not isinstance(value, str)):
+        raise TypeError(f"{name} is {value!r}; it must be {words}.")
     if name in AXES:
         check_whole(name, value, 1)
         return value
