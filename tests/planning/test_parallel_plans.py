@@ -52,7 +52,9 @@ class _OneGather(GatherKeys):
 def test_a_method_is_one_object_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options, the checks of a model and plans take a method that only `METHODS` and the list of words know."""
     monkeypatch.setitem(methods.METHODS, "one_gather", _OneGather())
-    monkeypatch.setattr(parallel, "CONTEXT_METHODS", (*parallel.CONTEXT_METHODS, "one_gather"))
+    option = ContextParallel.__dataclass_fields__["method"]  # with the words that it may be
+    words = (*parallel.CONTEXT_METHODS, "one_gather")
+    monkeypatch.setattr(option, "metadata", {**option.metadata, "choices": words})
     model, ids = FAMILIES["llama"].build(), tokens(ROWS, LENGTH) % 48
     with pytest.raises(ValueError, match="no three ranks"):
         check_context_parallel(model, ContextParallel(3, "one_gather"))
