@@ -117,7 +117,7 @@ class ChosenHandle(Handle):
 
     def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], Handle]) -> None:
         # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
-        super().__init__(ChosenHandle._read, source, weakref.ref(source))
+        super().__init__(ChosenHandle.brought, source, weakref.ref(source))
         # Not the output itself, which is about to get a graph: that would be a reference cycle.
         self._move = partial(move, source.detach())
         self._inner: Handle | None = None
@@ -129,7 +129,7 @@ class ChosenHandle(Handle):
             del self._move
         return self._inner
 
-    def _read(self) -> torch.Tensor:
+    def brought(self) -> torch.Tensor:
         inner = self.start()
         # Whoever changes the source writes into it, in recomputation too: the next recomputation must find it as it was.
         return inner.get().clone() if self.guard is None and not inner.copies else inner.get()
