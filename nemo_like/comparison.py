@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nemo_like._util.forwards import Forward
 from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, three_digits
-from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.distributed.launch import world_size
 from nemo_like.layers import find_layers
 from nemo_like.offload.offloader import offloader_of
@@ -173,7 +172,6 @@ def compare(
     """
     rows, models, notes = list[dict[str, Any]](), list[nn.Module](), list[str]()
     wanted = dict[str, torch.Tensor]()
-    disable_cache(model)  # a training step does not use a key-value cache
     # On one device the modes share their parameters, so that large models fit.
     shared = {id(parameter): parameter for parameter in model.parameters()} if strategy == "single" else {}
     for mode in dict.fromkeys(["none", *modes]):

@@ -63,21 +63,24 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_number(
-    name: str, value: Any, least: float, words: str = "finite number", kind: Any = int | float, above: bool = False
+    name: str,
+    value: Any,
+    least: float,
+    words: str = "finite number",
+    kind: Any = int | float,
+    above: bool = False,
+    wrong_kind: type[Exception] = ValueError,
 ) -> None:
     """Raise where `value`, of the setting `name`, is not a finite number of this `kind` from `least` on.
 
     words: such a number, for the message.
     above: `least` itself is too small.
-
-    Raises:
-        ValueError: it is not.
-        TypeError: it is not even a number, and `kind` is not int.
+    wrong_kind: the error for a value that is not even a number.
     """
-    wrong = ValueError if kind is int or isinstance(value, int | float) else TypeError
+    wrong = ValueError if isinstance(value, int | float) else wrong_kind
     number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < least or (above and value == least):
-        raise wrong(f"{name} is {value!r}; it must be a {words} {'>' if above else '>='} {least}.")
+        raise wrong(f"{name} is {value!r}; it must be a {words} {'above' if above else '>='} {least}.")
 
 
 def check_whole(name: str, value: object, least: int) -> None:
@@ -102,7 +105,8 @@ def setting(default: Any, /, **facts: Any) -> Any:
     """Return a field of an options class that `check_fields` checks by these `facts`.
 
     ``least`` or ``above``: the smallest number, or the one that is too small; ``below``: one that is too large; ``unit``:
-    such a number in words; ``choices``: the words that it may be; ``called``: its name in messages.
+    such a number in words; ``wrong_kind``: the error for a value that is none; ``choices``: the words that it may be;
+    ``called``: its name in messages.
     """
     return dataclasses.field(default=default, metadata=facts)
 
@@ -116,7 +120,7 @@ def check_fields(options: Any, label: Callable[[str], str] | None = None) -> Non
     label: makes the name in a message of a field's name. Default: behind that of the class.
 
     Raises:
-        TypeError: not a bool, or not a number.
+        TypeError: not a bool, or another kind of value where a field has that error for it.
         ValueError: another wrong value.
     """
     label = label or f"{type(options).__name__}.{{}}".format
@@ -133,7 +137,8 @@ def check_fields(options: Any, label: Callable[[str], str] | None = None) -> Non
             object.__setattr__(options, field.name, word)
         elif kind in _NUMBERS and least is not None:
             number, words = _NUMBERS[kind]
-            check_number(name, value, least, facts.get("unit") or words, number, "above" in facts)
+            wrong = facts.get("wrong_kind", ValueError)
+            check_number(name, value, least, facts.get("unit") or words, number, "above" in facts, wrong)
             if value >= facts.get("below", math.inf):
                 raise ValueError(f"{name} is {value!r}; it must be less than {facts['below']}.")
 

@@ -115,4 +115,3 @@ def run(args: argparse.Namespace) -> int:
                 words = f"For a peak of activations within {args.budget}: {layers}. Predicted: {peak}. Paste: {call}"
                 print(f"\n{paragraph(words, width)}")
     return 0
-    return 0

@@ -32,7 +32,7 @@ class CheckpointConfig:
     """Checkpoint activations at all."""
     strategy: str = setting("selective", choices=AC_STRATEGIES)
     """``none`` | ``full`` | ``selective`` | ``submodule`` | ``sequential``; case and ``-`` for ``_`` do not matter."""
-    memory_threshold_mb: float = setting(50.0, least=0, unit="finite number of MB")
+    memory_threshold_mb: float = setting(50.0, least=0, unit="finite number of MB", wrong_kind=TypeError)
     """Profile-driven only: layers whose measured activations exceed this many MB (10**6 bytes) are checkpointed."""
     use_reentrant: bool = False
     """The older autograd-function form of checkpointing; refused where torch does not support it."""

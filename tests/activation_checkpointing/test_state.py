@@ -128,6 +128,30 @@ def test_restored(ac: str, change: str, steps: int) -> None:
         assert torch.equal(model(torch.ones(2, 8)), original(torch.ones(2, 8)))
 
 
+@pytest.mark.parametrize("ac", WHOLE)
+def test_a_frozen_parameter_that_a_second_forward_writes_is_named(ac: str) -> None:
+    class Averaging(nn.Linear):
+        """Reads a mean, which each forward moves from the second step on."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.mean.add_(self.rate)
+            return (super().forward(x) + self.mean).sin()
+
+    def make() -> nn.Module:
+        return Stack(Averaging(8, 8) for _ in range(2))
+
+    model: Any = under(ac, make, layers=["layers.*"])
+    for layer in model.layers:
+        layer.mean, layer.rate = nn.Parameter(torch.zeros(8), requires_grad=False), 0.0
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    for layer in model.layers:
+        layer.rate = 0.5
+    with pytest.raises(RegionError, match="parameter 'mean' of a Averaging was changed in place between forward"):
+        (model(x).sum() + model(2 * x).sum()).backward()
+
+
 @pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later"])
 @pytest.mark.parametrize("change", REFUSED)
 @pytest.mark.parametrize("ac", MODES)

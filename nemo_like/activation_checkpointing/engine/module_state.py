@@ -45,17 +45,17 @@ _REGISTERS |= {"_flat_weights", "_flat_weight_refs"}
 class ModuleState:
     """The modules of a region as its forward finds them."""
 
-    __slots__ = ("_flags", "_held", "_signs", "_tables", "_values", "_versions", "_watched", "walk")
+    __slots__ = ("_flags", "_held", "_names", "_signs", "_tables", "_values", "_versions", "_watched", "walk")
 
     def __init__(self, module: nn.Module) -> None:
         self.walk = walk = walk_of(module)
         self._tables = list(map(dict.copy, walk.tables))
+        self._names = [fields.keys() - _REGISTERS for fields in walk.owns]
         self._values: list[Own] = []  # Values that are put back; others would live for longer, and their graphs.
         self._watched: list[tuple[int, str]] = []  # Owner and name of the attributes that have a sign, and of tensors.
         # Containers of plain values: one that is exchanged is put back, and one that is changed in place has a sign.
         self._held: dict[tuple[int, str], Any] = {}
-        for number, fields in enumerate(walk.owns):
-            names = fields.keys() - _REGISTERS
+        for number, (fields, names) in enumerate(zip(walk.owns, self._names)):
             self._values.append({name: fields[name] for name in names if is_plain_value(fields[name])})
             for name in names - self._values[number].keys():
                 if isinstance(value := fields[name], nn.Module | Forward):  # `Forward`: this package's, of the region
@@ -65,7 +65,12 @@ class ModuleState:
                     self._held[number, name] = value
         tensors = {id(t): t for t in chain.from_iterable(map(dict.values, self._tables)) if t is not None}.values()
         self._flags = [(t, t.requires_grad) for t in tensors if isinstance(t, nn.Parameter) and t.is_leaf]
-        self._versions = [(t, t._version) for t in tensors if type(t) in PLAIN_TENSORS and not t.is_inference()]
+        # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
+        adapted = {str(fields.get("parameter_name")) for fields in walk.owns if "lora_A" in fields.get("_modules", ())}
+        held = [table.get(name) for table in self._tables for name in adapted]
+        written = {id(t) for t in held if t is not None and not t.requires_grad}
+        counted = (t for t in tensors if type(t) in PLAIN_TENSORS and not t.is_inference() and id(t) not in written)
+        self._versions = [(t, t._version) for t in counted]
         self._signs: list[Any] = []
 
     def _value(self, key: tuple[int, str]) -> Any:
@@ -88,12 +93,7 @@ class ModuleState:
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
-        # PEFT's adapter of a parameter (fused experts) writes a frozen one's own values into it at each forward.
-        self._versions = [
-            (t, t._version)
-            for t, version in self._versions
-            if t._version == version or t.requires_grad or not isinstance(t, nn.Parameter)
-        ]
+        self._versions = [(t, t._version) for t, _ in self._versions]
         self._signs = self._look()
 
     def check(self, region: str, restored: Callable[[Own, str], bool]) -> None:
@@ -132,11 +132,9 @@ class ModuleState:
         """Put the modules into the state that forward found, until `stack` ends."""
         owns = self.walk.owns
         stack.callback(_put_back, owns, list(map(dict.copy, owns)))
-        watched = set(self._watched)
-        for number, (fields, values) in enumerate(zip(owns, self._values)):
-            for name in fields.keys() - values.keys() - _REGISTERS:
-                if (number, name) not in watched and not isinstance(fields[name], nn.Module | Forward):
-                    del fields[name]
+        for fields, names, values in zip(owns, self._names, self._values):
+            for name in fields.keys() - names - _REGISTERS:
+                del fields[name]
             fields.update(values)
         for (number, name), value in self._held.items():
             owns[number][name] = value
