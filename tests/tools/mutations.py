@@ -530,8 +530,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/formula.py",
-        "        self.split = base.tp / self.tp",
-        "        self.split = self.tp / base.tp",
+        "        part = shares[place]",
+        "        part = 1.0",
         "tests/planning/test_formula.py",
     ),
     Fault(
@@ -776,8 +776,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/formula.py",
-        "self.of_layer = share * self.whole + (1 - share) * self.grow",
-        "self.of_layer = self.tokens",
+        "saved = saved - moved * x.moves * x.regions",
+        "saved = saved + moved * x.moves * x.regions",
         "tests/planning/test_formula.py",
     ),
     Fault(
