@@ -52,6 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self.log: list[tuple[int, int]] = []
         self.sizes: dict[int, int] = {}  # Bytes of live storages, by number.
         self._made = 0
+        self.operator: Any = None  # The one that ran last.
         self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for storage in storages_of(list(known)):
             self.numbers[storage] = 0
@@ -78,6 +79,7 @@ class LiveBytes(TorchDispatchMode):
                 if tensor.layout is torch.strided:
                     self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
+        self.operator = func
         for tensor in tensors_in(out):
             if tensor.layout is torch.strided and not tensor.is_meta:
                 self.count(tensor)

@@ -23,7 +23,7 @@ from nemo_like.explaining.unexpected import Cure
 from nemo_like.job import Job
 from nemo_like.options import OPTIMIZERS, parse_ac
 from nemo_like.planning.advise import Change, changes
-from nemo_like.planning.memory_model.storages import Allocations
+from nemo_like.planning.memory_model.storages import Label, Labelled
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import choices_under
 from nemo_like.planning.predict import step_of, tokens_of
@@ -74,72 +74,46 @@ class PlannedBlock:
     layer: int | None  # The layer in whose forward or backward it was made.
 
 
-class PlannedStep(Allocations):
+class PlannedStep(Labelled):
     """A step after the first, on the rank with the highest peak: its tensors, each with its part and its layer."""
 
     def __init__(self, query: PlanQuery, choices: Choices) -> None:
         super().__init__()
         peaks = peaks_of(query, choices)
         rank = max(range(len(peaks)), key=lambda number: peaks[number].total)
-        self.peak, self._stretch = peaks[rank], ""
-        # Bytes of each storage, and the stretch of the step that made it.
-        self._made: dict[int, tuple[int, str]] = {}
-        self._part: dict[int, Part] = {}
-        self._stretches: list[str] = []  # Stretch of each event.
+        self.peak = peaks[rank]
         steps = RankSteps(query, rank, choices, self)
         steps.run(first=True)
-        self.log, self._stretches, self._before = [], [], dict(self.sizes)
+        self._before, self.changes = dict(self.sizes), []
         steps.run()
-        self.blocks = {number: self._block(number) for number in self._made}
-
-    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
-        super()._alloc(number, size, part, stream)
-        self._made[number], self._part[number] = (size, self._stretch), part
-        self._stretches.append(self._stretch)
-
-    def _free(self, number: int, size: int) -> None:
-        super()._free(number, size)
-        self._stretches.append(self._stretch)
-
-    def mark(self, where: str) -> None:
-        """Note the stretch that follows."""
-        self._stretch = where
-
-    def relabel(self, storage: int, part: Part) -> None:
-        """Count a storage as another part."""
-        if storage:
-            self._part[storage] = part
-
-    def _block(self, number: int) -> PlannedBlock:
-        size, stretch = self._made[number]
-        layer = _LAYER.search(stretch)
-        kind = {_BACKWARD: MemoryKind.OF_BACKWARD, _OPTIMIZER: MemoryKind.STEP}.get(
-            _phase(stretch), MemoryKind.ACTIVATIONS
-        )
-        return PlannedBlock(size, _KINDS.get(self._part[number], kind), int(layer[1]) if layer else None)
+        sizes = self._before | {change.storage: change.size for change in self.changes if change.size > 0}
+        self.blocks = {number: _planned_block(size, self.labels[number]) for number, size in sizes.items()}
 
     def alive_like(self, recorded: Mapping[str, int], phase: str) -> list[PlannedBlock]:
         """Return the tensors at the highest moment of a phase, in the order in which they were made.
 
         Of moments that are as high but for half a percent, the one whose parts are most like the `recorded` bytes.
         """
-        now = _by_group((self.blocks[number].kind, self.blocks[number].size) for number in self._before)
+        now = _by_group((self.blocks[number].kind, size) for number, size in self._before.items())
         moments: list[tuple[int, int, int]] = []
-        for at, (number, size, _) in enumerate(self.log):
-            block = self.blocks[number]
-            now[_GROUP_OF[block.kind]] += block.size if size else -block.size
-            if phase in ("", _phase(self._stretches[at])):
+        for at, change in enumerate(self.changes):
+            now[_GROUP_OF[self.blocks[change.storage].kind]] += change.size
+            if phase in ("", _phase(change.where)):
                 off = sum(abs(recorded.get(group, 0) - now[group]) for group in GROUPS)
                 moments.append((now.total(), -off, at))
         most = max(moments, default=(0, 0, -1))[0]
         _, _, highest = max((each for each in moments if each[0] >= most * (1 - _AS_HIGH)), key=lambda each: each[1])
-        alive = set(self._before)
-        for number, size, _ in self.log[: highest + 1]:
-            if size:
-                alive.add(number)
-            else:
-                alive.remove(number)
-        return [self.blocks[number] for number in sorted(alive)]
+        alive = Counter(self._before)
+        for change in self.changes[: highest + 1]:
+            alive[change.storage] += change.size
+        return [self.blocks[number] for number in sorted(+alive)]
+
+
+def _planned_block(size: int, label: Label) -> PlannedBlock:
+    layer = _LAYER.search(label.where)
+    made_in = {_BACKWARD: MemoryKind.OF_BACKWARD, _OPTIMIZER: MemoryKind.STEP}
+    kind = _KINDS.get(label.part, made_in.get(_phase(label.where), MemoryKind.ACTIVATIONS))
+    return PlannedBlock(size, kind, int(layer[1]) if layer else None)
 
 
 @dataclass(frozen=True)

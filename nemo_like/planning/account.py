@@ -1,6 +1,5 @@
 """Sources of each GiB and each millisecond of a step: rows that add up to its peak, and to its seconds."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ from torch import nn
 
 from nemo_like._util.table import ByteUnit
 from nemo_like._util.words import dtype_word, write_bytes
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.job import Job
-from nemo_like.losses.model_loss import find_head
-from nemo_like.planning.memory_model.storages import Peak
-from nemo_like.planning.predictions.rank import peaks_of
+from nemo_like.planning.memory_model.storages import Label, Labelled, Peak
+from nemo_like.planning.predictions.rank import RankSteps, peaks_of
 from nemo_like.planning.predictions.seconds import (
     HOST,
     KERNELS_PER_PARAMETER,
@@ -31,9 +30,8 @@ from nemo_like.planning.predictions.seconds import (
     seconds_of_stages,
     step_seconds,
 )
-from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
+from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
-from nemo_like.planning.selection.layer import BlockProblem, Choice
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -189,169 +187,39 @@ def _optimizer(stages: Sequence[Stage]) -> str:
     return f"{name}{where}: passes over {size} of parameters, gradients and states"
 
 
-_INPUTS = "layers' inputs"
-_HEAD = ("forward of the head", "loss", "backward of the head")
-
-
 def byte_rows(query: PlanQuery, choices: Choices, rank: int, peak: Peak) -> tuple[Row, ...]:
     """Return the parts of the highest point of a step of one rank, which add up to it.
 
     In a pipeline, parts are given by stage.
     """
-    finer: dict[str, list[Row]] = {}
-
-    def add(index: int, part: str, rows: Iterable[Row]) -> None:
-        where = f"stage {index}: " if query.is_pipeline else ""
-        finer.setdefault(part, []).extend(Row(part, f"{where}{row.what}", row.amount) for row in rows)
-
-    for index in query.of_rank(rank):
-        for part, rows in _static_rows(query.stages[index]).items():
-            add(index, part, rows)
-    running, chosen = query.stages[peak.stage], choices[peak.stage]
-    saved = saved_by_kind(running, chosen, peak.upto)
-    if peak.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
-        saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
-    add(peak.stage, Part.SAVED_ACTIVATIONS, _rows("", saved))
-    add(peak.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, peak))
-    add(peak.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, peak))
-    waiting: Counter[tuple[int, str]] = Counter()
-    sizes: Counter[tuple[int, str]] = Counter()
-    for stage, what, size in peak.in_flight:
-        waiting[stage, what] += 1
-        sizes[stage, what] += size
-    for (stage, what), size in sizes.items():
-        add(stage, Part.MICROBATCHES_IN_FLIGHT, [Row("", f"{waiting[stage, what]} {what}", size)])
-    return rows_of(peak.parts, finer, 0)
+    storages = Labelled()
+    steps = RankSteps(query, rank, choices, storages)
+    steps.begin_later()
+    steps.run()
+    alive = storages.at_peak()
+    waiting = Counter((label.stage, label.where) for label in alive if label.part is Part.MICROBATCHES_IN_FLIGHT)
+    rows: list[Row] = []
+    for label, size in alive.items():
+        where = f"stage {label.stage}: " if query.is_pipeline else ""
+        what = _words(label, waiting[label.stage, label.where], query.job.step.optimizer)
+        rows.append(Row(label.part, f"{where}{what}" if what else "", size))
+    return rows_of(peak.parts, merged(rows), 0)
 
 
-def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
-    """Return the bytes that the first `upto` layer calls save for backward, by kind of operator that made them.
-
-    Activations that wait in CPU memory are not counted.
-    """
-    sizes: Counter[str] = Counter()
-    moved, part = stage.moved(choices), stage.part
-    dropped, layers = stage.outside().dropped, stage.layer_calls(choices, False)
-    for position, (call, choice, layer) in enumerate(zip(part.traced.calls, choices, layers)):
-        if position < upto and position not in dropped:
-            problem, events = part.problems[call.kind], layer.events
-            if events.kept_inputs is None:
-                sizes.update(_kept(problem, choice))
-            else:
-                inputs = problem.trace.input_bytes if events.kept_inputs else 0
-                sizes.update({_INPUTS: inputs, "saved by compiled layers": events.held})
-            sizes[_INPUTS] -= min(moved[position], sizes[_INPUTS])
-            draws = bool(choice.decisions) and part.problems[call.kind].trace.draws
-            sizes["random states"] += RNG_STATE if draws and stage.device.kind == "cpu" else 0
-    return {what: size for what, size in sizes.items() if size > 0}
+_KINDS = {"matmul": "matrix products", "attention": "attention", "memory-bound": "norms and elementwise operators"}
 
 
-def _kept(problem: BlockProblem, choice: Choice) -> dict[str, int]:
-    """Return the bytes that one layer saves, by kind of operator."""
-    trace = problem.trace
-    sizes: Counter[str] = Counter()
-    if choice.decisions:
-        sizes[_INPUTS] = trace.input_bytes
-        for record, word in zip(problem.records, choice.decisions):
-            if word == "save":
-                sizes[_made_by(kernel_kind(record.op, record.flops))] += record.bytes
-        return sizes
-    sizes[_INPUTS] = trace.kept_input_bytes
-    left = choice.held_bytes - trace.kept_input_bytes
-    for record in problem.records:
-        if record.needed and left > 0:
-            size = min(left, record.bytes)
-            sizes[_made_by(kernel_kind(record.op, record.flops))] += size
-            left -= size
-    return sizes
-
-
-def _made_by(kind: str) -> str:
-    names = {"matmul": "outputs of matrix products", "attention": "outputs of attention"}
-    return f"kept {names.get(kind, 'outputs of norms and elementwise operators')}"
-
-
-def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
-    return [Row(part, what, size) for what, size in sizes.items()]
-
-
-def _static_rows(stage: Stage) -> dict[str, list[Row]]:
-    """Return rows of parameters and optimizer state, of layers and outside the layers."""
-    sharding, name = stage.sharding, stage.job.step.optimizer
-    parameters = {
-        f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
-        "their experts": sum(unit.shard for unit in sharding.experts.values()),
-        "head and last norm" if sharding.tail else "": sharding.tail.shard if sharding.tail else 0,
-        "embedding and last norm": sharding.root.shard + (sharding.embedding.shard if sharding.embedding else 0),
-        "whole on every rank": sharding.replicated,
-    }
-    memory = stage.optimizer
-    states: Counter[str] = Counter()
-    for param, sizes in zip(sharding.trained, memory.states):
-        states[f"{name}, of layers" if param.in_layer else f"{name}, of modules around them"] += sum(sizes)
-    return {
-        Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
-        Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
-        Part.OPTIMIZER_STEP: [Row(Part.OPTIMIZER_STEP, f"temporaries of {name}", memory.step)],
-    }
-
-
-def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
-    """Return the rows of the layer whose backward is the highest point."""
-    match = re.fullmatch(r"backward of layer (\d+)", peak.where)
-    if match is None:
-        return []
-    position = int(match[1])
-    part, choice = stage.part, choices[position]
-    call = part.traced.calls[position]
-    trace = part.problems[call.kind].trace
-    held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-    memory = part.memory(call.kind, choice, loss=stage.loss, compiler=stage.job.partitioner)
-    kept = min(memory.held, memory.backward_peak)
-    left = peak.parts.get(Part.RUNNING_LAYER, 0)
-    rows = []
-    for what, size in (
-        ("its inputs", held),
-        ("the tensors it kept", kept),
-        ("gradients of its output", memory.bytes_of(memory.output_grads.values())),
-        ("recomputed tensors, temporaries and gradients", left),
-    ):
-        rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))
-        left -= min(size, left)
-    return rows
-
-
-def _outside_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
-    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest point."""
-    head = find_head(stage.part.model)
-    weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
-    if weight is None or peak.where not in _HEAD:
-        return []
-    events = stage.outside(choices=choices).events
-    begin = events.calls[-1].end if events.calls else 0
-    ends = {"forward of the head": events.forward_end}
-    end = ends.get(peak.where, events.backs[0].begin if events.backs else events.backward_end)
-    begin = begin if peak.where in ends else events.forward_end
-    alive: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for place, (number, size) in enumerate(events.log[:end]):
-        if size:
-            alive[number] = size
-        else:
-            alive.pop(number, None)
-        if place >= begin and sum(alive.values()) > sum(most.values()):
-            most = dict(alive)
-    weights = weight.numel() * weight.element_size()
-    least = weight.shape[0] * 2 * 16  # of a chunk of a few tokens, two bytes each
-    wide = [size for size in most.values() if size % weight.shape[0] == 0 and size >= least and size != weights]
-    grads = [size for size in most.values() if size == weights]
-    left = peak.parts.get(Part.OUTSIDE_OF_LAYERS, 0)
-    rows = []
-    for what, sizes in (("logits, their copies and gradients", wide), ("gradients of the head", grads)):
-        size = min(sum(sizes), left)
-        rows.append(Row(Part.OUTSIDE_OF_LAYERS, f"{what} ({len(sizes)} tensors)", size))
-        left -= size
-    return [*rows, Row(Part.OUTSIDE_OF_LAYERS, "hidden states, norm and loss", left)]
+def _words(label: Label, waiting: int, optimizer: str) -> str:
+    """Return the words of a storage; `waiting`: micro-batches that wait where its own does."""
+    part, origin = label.part, label.origin
+    if part is Part.MICROBATCHES_IN_FLIGHT:
+        return f"{waiting} {label.where}"
+    if part in (Part.OPTIMIZER_STATE, Part.OPTIMIZER_STEP):
+        return f"{optimizer}, {origin}"
+    if isinstance(origin, str) or part not in (Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER, Part.OUTSIDE_OF_LAYERS):
+        return origin if isinstance(origin, str) else ""
+    by = "compiled layers" if origin is None else _KINDS[kernel_kind(origin, facts(origin).flops is not None)]
+    return f"kept outputs of {by}" if part is Part.SAVED_ACTIVATIONS else f"{label.where}: outputs of {by}"
 
 
 # --- seconds, part by part ------------------------------------------------------------------------------------------
@@ -378,7 +246,7 @@ def merged(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return rows by part, with those of the same words as one."""
     sums: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        entry = sums.setdefault((row.part, row.what), [0.0, 0.0])
+        entry = sums.setdefault((row.part, row.what), [0, 0])
         entry[0] += row.amount
         entry[1] += row.hidden
     merged_rows: dict[str, list[Row]] = {}

@@ -77,7 +77,7 @@ class Places(Bytes):
             kind = _HEAD if self.where in _OF_HEAD else _STEP if self.where == "optimizer step" else _LAYER
             if sum(self.highest.get(kind, {}).values()) < self.best_total:
                 self.highest[kind] = {part: size for part, size in self.best.items() if size}
-        self.best_total, self._noted = -1, -1
+        self.best_total = -1
 
 
 # Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole;

@@ -12,7 +12,7 @@ from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.memory_model.fsdp_units import EMBEDDING, ROOT, TAIL, FsdpBuffers, GradientRule
-from nemo_like.planning.memory_model.storages import LogRun, Storages
+from nemo_like.planning.memory_model.storages import LAYER_INPUTS, LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
 
@@ -78,7 +78,7 @@ class HostCopies:
         return fetched
 
     def _make_input(self, i: int, size: int) -> None:
-        self.inputs[i].append(self.storages.make(size, Part.SAVED_ACTIVATIONS))
+        self.inputs[i].append(self.storages.make(size, Part.SAVED_ACTIVATIONS, origin=LAYER_INPUTS))
 
     def _move_out(self, run: LogRun, size: int, gone: list[tuple[int, int]]) -> None:
         gone += filter(None, [self.storages.move_out(run, size)])
@@ -214,9 +214,8 @@ class Microbatch:
             for number in late:
                 storages.drop(run.alive.pop(number))
             storages.drop(copied)
-            self.states[i] = storages.make(layer.state, Part.SAVED_ACTIVATIONS)
+            self.states[i] = storages.make(layer.state, Part.SAVED_ACTIVATIONS, origin="random states")
             self.host.send(i, inputs=layer.moves_inputs, sizes=layer.moved)
-            storages.upto = i + 1
             for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
                 if unit is not None and unit.reshard:
                     buffers.reshard(key, unit)
@@ -388,11 +387,10 @@ class Microbatch:
             if layer.unit is not None:
                 self._gather_behind(i, self.sharding.prefetch[1])
             buffers.copy_out(("experts", i), layer.experts, forward=False)
-        storages.upto = i
         storages.mark(f"backward of layer {i}")
         storages.drop(self.states.pop(i, 0))
         self.host.fetch(i, ahead=layer.moves_inputs or bool(layer.moved))
-        storages.move_bytes(run.other_bytes, Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER)
+        storages.relabel_run(run, Part.RUNNING_LAYER)
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.RUNNING_LAYER)
         self._share_gradients(layer.events, back.grads, end, run.alive)
@@ -402,7 +400,7 @@ class Microbatch:
         else:
             self._reduce_experts(i, layer, run)
         storages.run_log(layer.events.running.rest, run, Part.RUNNING_LAYER)
-        storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.SAVED_ACTIVATIONS)
+        storages.relabel_run(run, Part.SAVED_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():
             self._share_output(run, number, back.made.get(place, 0))
             storages.drop(run.alive.pop(number, 0))
@@ -469,7 +467,7 @@ class Microbatch:
         for number in {number for place, number in numbers.items() if kept is None or place in kept}:
             if storage := self.outside.get(number, 0):
                 self.inputs[i].append(self.storages.hold(storage))
-                self.storages.relabel(storage, Part.SAVED_ACTIVATIONS)
+                self.storages.relabel(storage, Part.SAVED_ACTIVATIONS, LAYER_INPUTS)
 
     # --- FSDP2 --------------------------------------------------------------------------------------------------------
 
@@ -505,7 +503,8 @@ class Microbatch:
 
     def _run_outside(self, end: int) -> None:
         if self.at < end:
-            self.storages.run_entries(self.events.log[self.at : end], self.outside, Part.OUTSIDE_OF_LAYERS)
+            entries = self.events.log[self.at : end]
+            self.storages.run_entries(entries, self.outside, Part.OUTSIDE_OF_LAYERS, self.events.makers)
             self.at = end
 
 
@@ -513,10 +512,9 @@ def without(sizes: Sequence[int], less: int) -> Sequence[int]:
     """Return `sizes` of storages, but for `less` bytes in the largest ones, which are another stage's."""
     if not less:
         return sizes
-    left = []
-    for size in sorted(sizes, reverse=True):
-        left.append(size - min(less, size))
-        less -= min(less, size)
+    left = list(sizes)
+    for at in sorted(range(len(left)), key=left.__getitem__, reverse=True):
+        less, left[at] = max(0, less - left[at]), max(0, left[at] - less)
     return left
 
 

@@ -1,12 +1,15 @@
 """Storages that the memory model writes into.
 
-`Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator. Both follow the same storages. A
-recorded log of a layer is one entry for `Bytes`, which knows the bytes it adds and its peak (`Recorded.fold`). For
-`Allocations` it is all of its entries.
+`Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator, `Labelled` knows of each storage
+its part and its maker. All follow the same storages. A recorded log of a layer is one entry for `Bytes`, which knows
+the bytes it adds and its peak (`Recorded.fold`). For the others it is all of its entries.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
@@ -14,6 +17,7 @@ from nemo_like.options.optimizers import OptimizerMemory
 from nemo_like.planning.trace.records import Recorded
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+LAYER_INPUTS = "layers' inputs"
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,6 @@ class Peak:
     at: str  # Place in the step, in words.
     # Bytes alive when the model's forward has ended, with its output, without the parts in `STAYING`.
     held: int
-    where: str = ""  # The stretch of the step, without the stage and micro-batch that `at` names.
-    stage: int = 0
-    upto: int = 0  # Number of layer calls, from the first on, that have activations saved for backward.
-    # Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes.
-    in_flight: tuple[tuple[int, str, int], ...] = ()
 
     @property
     def total(self) -> int:
@@ -54,7 +53,7 @@ class LogRun:
 class Storages:
     """Storages by number, each with the number of its holders: the last one frees it."""
 
-    upto, stage = 0, 0  # Fields of the `Peak`.
+    stage = 0  # The stage that runs, or whose storages are made.
     suffix = ""  # Name of the action that runs, added to the names of places.
 
     def __init__(self) -> None:
@@ -62,14 +61,17 @@ class Storages:
         self.sizes: dict[int, int] = {}  # Bytes of every storage that is alive.
         self.holders: dict[int, int] = {}
 
-    def make(self, size: int, part: Part, stream: str = COMPUTE) -> int:
-        """Make a storage with one holder, and return its number; 0, which may be held and freed as well, for no bytes."""
+    def make(self, size: int, part: Part, stream: str = COMPUTE, origin: Any = None) -> int:
+        """Make a storage with one holder, and return its number; 0, which may be held and freed as well, for no bytes.
+
+        origin: words for it, or the operator that makes it.
+        """
         if not size:
             return 0
         self.made += 1
         number = self.made
         self.sizes[number], self.holders[number] = size, 1
-        self._alloc(number, size, part, stream)
+        self._alloc(number, size, part, stream, origin)
         return number
 
     def hold(self, storage: int) -> int:
@@ -93,8 +95,10 @@ class Storages:
         """Make a storage and free it at once."""
         self.drop(self.make(size, part, stream))
 
-    def run_entries(self, entries: Sequence[tuple[int, int]], storages: dict[int, int], part: Part) -> None:
-        """Make and free storages by the entries of a log.
+    def run_entries(
+        self, entries: Sequence[tuple[int, int]], storages: dict[int, int], part: Part, makers: Mapping[int, Any]
+    ) -> None:
+        """Make and free storages by the entries of a log; `makers`: the operators that made them.
 
         A storage that exists already is not made, and one that another holder has taken is not freed.
         """
@@ -102,13 +106,13 @@ class Storages:
         for number, size in entries:
             if size:
                 if number not in storages:
-                    storages[number] = make(size, part)
+                    storages[number] = make(size, part, origin=makers.get(number))
             elif number in storages:
                 drop(storages.pop(number))
 
     # These methods write every allocation and free. Readers that need less override them; most ignore parts and marks.
 
-    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+    def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
         raise NotImplementedError
 
     def _free(self, number: int, size: int) -> None:
@@ -119,7 +123,8 @@ class Storages:
 
         Return the numbers of the storages that it frees at its end: freeing them is left to the caller.
         """
-        self.run_entries([(n, size) for n, size in log.entries if size or n not in log.late], run.alive, part)
+        entries = [(n, size) for n, size in log.entries if size or n not in log.late]
+        self.run_entries(entries, run.alive, part, log.makers)
         return [n for n, size in log.entries if not size and n in log.late]
 
     def move_out(self, run: LogRun, size: int) -> tuple[int, int] | None:
@@ -154,7 +159,7 @@ class Storages:
             self.drop_all([self._step(size) for size in each.together])
 
     def _step(self, size: int) -> int:
-        return self.make(size, Part.OPTIMIZER_STEP)
+        return self.make(size, Part.OPTIMIZER_STEP, origin="temporaries")
 
     def mark(self, where: str) -> None:
         """Name the stretch that follows."""
@@ -168,11 +173,11 @@ class Storages:
     def unpark(self, stage: int, number: int, what: str) -> None:
         """Count the bytes of a waiting micro-batch as running again."""
 
-    def relabel(self, storage: int, part: Part) -> None:
-        """Count a storage as another part from now on."""
+    def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
+        """Count a storage as another part from now on; `origin`: other words for it."""
 
-    def move_bytes(self, size: int, source: Part, target: Part) -> None:
-        """Count bytes of one part as another."""
+    def relabel_run(self, run: LogRun, part: Part) -> None:
+        """Count the saved activations of a layer, or those that are left, as another part."""
 
 
 class Bytes(Storages):
@@ -186,15 +191,11 @@ class Bytes(Storages):
         self.best: dict[str, int] = {}
         self.best_total, self.best_at = -1, ""
         self.where = ""
-        self._at = self.stage, self.upto
-        self._noted = -1  # The highest level that `_facts` are of.
-        # Fields of the `Peak`, of the stretch that has the highest level.
-        self._facts: tuple[str, int, int, tuple[tuple[int, str, int], ...]] = ("", 0, 0, ())
         # Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place.
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
         self.held = 0
 
-    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+    def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
         self.part[number] = part
         self.now[part] += size
         self.total += size
@@ -255,22 +256,18 @@ class Bytes(Storages):
             self._look(0)
 
     def mark(self, where: str) -> None:
-        self._end()
-        self.where, self._at = where, (self.stage, self.upto)
+        self.where = where
 
-    def _end(self) -> None:
-        if self.best_total > self._noted:
-            waiting = tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
-            self._facts, self._noted = (self.where, *self._at, waiting), self.best_total
-
-    def relabel(self, storage: int, part: Part) -> None:
+    def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
         if storage:
-            self.move_bytes(self.sizes[storage], self.part[storage], part)
+            self.now[self.part[storage]] -= self.sizes[storage]
+            self.now[part] += self.sizes[storage]
             self.part[storage] = part
 
-    def move_bytes(self, size: int, source: Part, target: Part) -> None:
-        self.now[source] -= size
-        self.now[target] += size
+    def relabel_run(self, run: LogRun, part: Part) -> None:
+        other = Part.SAVED_ACTIVATIONS if part is Part.RUNNING_LAYER else Part.RUNNING_LAYER
+        self.now[other] -= run.other_bytes
+        self.now[part] += run.other_bytes
 
     def end_forward(self) -> None:
         self.held = self.total - sum(self.now[part] for part in STAYING)
@@ -291,8 +288,7 @@ class Bytes(Storages):
 
     def peak(self) -> Peak:
         """Return the highest level so far."""
-        self._end()
-        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held, *self._facts)
+        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held)
 
 
 class Allocations(Storages):
@@ -303,8 +299,94 @@ class Allocations(Storages):
         # Events in order: the number of a storage, its bytes (0: it is freed), and its stream.
         self.log: list[tuple[int, int, str]] = []
 
-    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+    def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
         self.log.append((number, size, stream))
 
     def _free(self, number: int, size: int) -> None:
         self.log.append((number, 0, ""))
+
+
+_PARKED = (Part.SAVED_ACTIVATIONS, Part.OUTSIDE_OF_LAYERS)
+
+
+class Label(NamedTuple):
+    """Origin of a storage."""
+
+    part: Part
+    stage: int
+    where: str  # The stretch of the step that made it.
+    origin: Any  # Words for it, or the operator that made it; None: neither.
+
+
+class Change(NamedTuple):
+    """More or fewer bytes of a storage that are alive under a label."""
+
+    storage: int
+    size: int
+    label: Label
+    where: str  # The stretch that changes them.
+
+
+class Labelled(Storages):
+    """Changes of the bytes that are alive, each with the storage's origin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: dict[int, Label] = {}  # Of every storage, the last one.
+        self.changes: list[Change] = []
+        self.where = ""
+        self._own: set[int] = set()  # Storages of layers that no one else holds.
+        self._parked: dict[tuple[int, int, str], dict[int, Label]] = {}
+
+    def at_peak(self) -> dict[Label, int]:
+        """Return the bytes of each label at the highest level."""
+        levels = list(itertools.accumulate(change.size for change in self.changes))
+        sizes: Counter[Label] = Counter()
+        for change in self.changes[: levels.index(max(levels)) + 1]:
+            sizes[change.label] += change.size
+        return +sizes
+
+    def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
+        label = self.labels[number] = Label(part, self.stage, self.where, origin)
+        self.changes.append(Change(number, size, label, self.where))
+
+    def _free(self, number: int, size: int) -> None:
+        self.changes.append(Change(number, -size, self.labels[number], self.where))
+
+    def _put(self, storage: int, label: Label) -> None:
+        size = self.sizes[storage]
+        self._free(storage, size)
+        self.labels[storage] = label
+        self.changes.append(Change(storage, size, label, self.where))
+
+    def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
+        """Run a log; all that it makes is the running layer's till it ends."""
+        before = set(run.alive.values())
+        late = super().run_log(log, run, Part.RUNNING_LAYER)
+        for number, storage in run.alive.items():
+            if storage not in before and number not in log.exposed:
+                self._own.add(storage)
+                self.relabel(storage, part)
+        return late
+
+    def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
+        if storage:
+            label = self.labels[storage]
+            self._put(storage, label._replace(part=part, origin=origin or label.origin))
+
+    def relabel_run(self, run: LogRun, part: Part) -> None:
+        for storage in self._own.intersection(run.alive.values()):
+            self.relabel(storage, part)
+
+    def mark(self, where: str) -> None:
+        self.where = where
+
+    def park(self, stage: int, number: int, what: str) -> None:
+        moved = {storage: self.labels[storage] for storage in self.sizes if self.labels[storage].part in _PARKED}
+        self._parked[stage, number, what] = moved
+        for storage in moved:
+            self._put(storage, Label(Part.MICROBATCHES_IN_FLIGHT, stage, what, number))
+
+    def unpark(self, stage: int, number: int, what: str) -> None:
+        for storage, label in self._parked.pop((stage, number, what)).items():
+            self._put(storage, label)

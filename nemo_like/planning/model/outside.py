@@ -181,6 +181,7 @@ def outer_memory(
         ends.goes_back,
         returned,
         input_grads,
+        meter.makers,
     )
     whole = tuple(whole_logits)
     return OuterMemory(

@@ -42,6 +42,7 @@ from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.selection.layer import Choice
 from nemo_like.planning.sharding import UnitBytes
 
+_UNITS = {"tail": "head and last norm", "embedding": "embedding and last norm", "root": "embedding and last norm"}
 _HALFWAY = "between the halves of backward"
 _WAITING = "between forward and backward"
 
@@ -184,9 +185,13 @@ class RankSteps:
                 stage.step.elsewhere = frozenset(query.traced.cut(query.job).tied)
             for number in range(query.microbatches):
                 if not stage.is_first:
-                    stage.received[number] = storages.make(query.hidden_bytes, Part.RECEIVE_BUFFERS)
+                    stage.received[number] = storages.make(
+                        query.hidden_bytes, Part.RECEIVE_BUFFERS, origin="received tensors"
+                    )
                 if not stage.is_last:
-                    stage.received_grads[number] = storages.make(query.hidden_bytes, Part.RECEIVE_BUFFERS)
+                    stage.received_grads[number] = storages.make(
+                        query.hidden_bytes, Part.RECEIVE_BUFFERS, origin="received tensors"
+                    )
         self.stay = query.job.step.zero_grad == "zero"
 
     # --- storages that stay from step to step -------------------------------------------------------------------------
@@ -196,11 +201,15 @@ class RankSteps:
 
         `less`: bytes that another stage of the rank has made.
         """
-        sharding, make = stage.sharding, self.storages.make
-        sizes = [size for unit in sharding.all if unit.shard for size in unit.each_shard]
+        sharding, make, units = stage.sharding, self.storages.make, stage.sharding.units
+        self.storages.stage = stage.slice.index
+        kinds = [f"{len(units)} layers"] * len(units) + ["their experts"] * len(sharding.experts)
+        kinds += [_UNITS[unit.kind] for unit in sharding.outside]
+        sizes = [(size, kind) for unit, kind in zip(sharding.all, kinds) if unit.shard for size in unit.each_shard]
+        sizes.append((sharding.replicated, "whole on every rank"))
         for part in (Part.PARAMETERS, *([Part.AVERAGED_WEIGHTS] if stage.job.step.ema else [])):
-            for size in without([*sizes, sharding.replicated], less):
-                make(size, part)
+            for size, (_, kind) in zip(without([size for size, _ in sizes], less), sizes):
+                make(size, part, origin=kind)
         make(stage.part.traced.run.tables.bytes, Part.REMEMBERED_TABLES)
         if stage.job.ddp:
             for unit in sharding.all:
@@ -212,9 +221,14 @@ class RankSteps:
         State of tied parameters that another stage of the rank has is left out.
         """
         for stage in self.stages.values():
-            sizes = [size for param_sizes in stage.stage.optimizer.states for size in param_sizes]
-            for size in without(sizes, self.once.state if stage.is_first else 0):
-                self.storages.make(size, Part.OPTIMIZER_STATE)
+            self.storages.stage, states = stage.index, stage.stage.optimizer.states
+            places = [
+                "of layers" if param.in_layer else "of modules around them" for param in stage.stage.sharding.trained
+            ]
+            sizes = [(size, place) for each, place in zip(states, places) for size in each]
+            left = without([size for size, _ in sizes], self.once.state if stage.is_first else 0)
+            for size, (_, place) in zip(left, sizes):
+                self.storages.make(size, Part.OPTIMIZER_STATE, origin=place)
 
     def begin_later(self) -> None:
         """Make the storages that exist when a later step begins."""

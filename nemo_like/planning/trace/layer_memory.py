@@ -57,6 +57,15 @@ def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) 
 class TracedBytes(LiveBytes):
     """Counts as a plan does: with `scratch` in the peak, and no layouts that no plan is made of."""
 
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(known)
+        self.makers: dict[int, Any] = {}  # The operator that made each storage in `log`.
+
+    def changed(self, number: int, size: int) -> None:
+        """Note a change as `LiveBytes` does, with the operator that makes it."""
+        super().changed(number, size)
+        self.makers.setdefault(number, self.operator)
+
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
         """Return the bytes that an operator takes and gives back beyond its output; 0 where nothing is known."""
         check_layouts(tensors_in(out))
@@ -235,7 +244,7 @@ def block_memory(
         outputs = tuple(map(meter.number, tensors))
         roots = {i: t for i, t in enumerate(tensors) if t.requires_grad and i not in kind.passed and i in used}
         if not roots:
-            return BlockEvents(tuple(meter.log), (), outputs)
+            return BlockEvents(tuple(meter.log), (), outputs, makers=meter.makers)
         positions = tuple(roots)
         # The code below sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
@@ -269,6 +278,7 @@ def block_memory(
             apart_end=ends[-1] - begun if ends else len(backward),
             released=tuple((n, size) for n, size in log[ended:second] if n not in given_back),
             weights=tuple((n, size) for n, size in log[second:] if size or n not in given_back),
+            makers=meter.makers,
         )
 
 

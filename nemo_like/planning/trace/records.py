@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nemo_like._util.tensors import Place
 
@@ -26,7 +26,12 @@ class Recorded:
     """A log, of which some storages are exposed: others may hold them too, or have made them."""
 
     def __init__(
-        self, entries: Log, exposed: frozenset[int], sizes: Mapping[int, int], late: frozenset[int] = frozenset()
+        self,
+        entries: Log,
+        exposed: frozenset[int],
+        sizes: Mapping[int, int],
+        makers: Mapping[int, Any],
+        late: frozenset[int] = frozenset(),
     ) -> None:
         """Keep a log.
 
@@ -34,9 +39,10 @@ class Recorded:
             entries: the log.
             exposed: numbers of storages that others may hold too, or have made.
             sizes: bytes of all storages, also of those that an earlier log made.
+            makers: the operator that made each storage, where that is known.
             late: numbers of exposed storages that are freed when it ends.
         """
-        self.entries, self.exposed, self.sizes, self.late = entries, exposed, sizes, late
+        self.entries, self.exposed, self.sizes, self.makers, self.late = entries, exposed, sizes, makers, late
         self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
 
     def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
@@ -110,6 +116,7 @@ class BlockEvents:
     weights: Log = ()
     # Inputs that it saves, where a compiler decides that; None: those of the trace.
     kept_inputs: frozenset[Place] | None = None
+    makers: Mapping[int, Any] = field(default_factory=dict)  # The operator that made each storage; none where compiled.
 
     @cached_property
     def sizes(self) -> dict[int, int]:
@@ -147,8 +154,9 @@ class BlockEvents:
         grads = (self.output_grads, self.input_grads, self.param_grads)
         exposed = frozenset().union(self.outputs, *(numbers.values() for numbers in grads)) - {0}
         before_end, after_end = self.backward[: self.apart_end], self.backward[self.apart_end :]
-        rest = (Recorded(log, exposed, self.sizes) for log in (before_end, after_end, self.released, self.weights))
-        return Running(Recorded(self.forward, exposed, self.sizes, frozenset(self.outputs) - {0}), *rest)
+        rest = (before_end, after_end, self.released, self.weights)
+        forward = Recorded(self.forward, exposed, self.sizes, self.makers, frozenset(self.outputs) - {0})
+        return Running(forward, *(Recorded(log, exposed, self.sizes, self.makers) for log in rest))
 
 
 def _alive(log: Log) -> set[int]:
@@ -197,6 +205,7 @@ class OuterEvents:
     goes_back: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()  # Storages of the model's output, if it is kept.
     input_grads: tuple[int, ...] = ()  # Storages of the gradients of the tensors that a pipeline stage received.
+    makers: Mapping[int, Any] = field(default_factory=dict)  # The operator that made each storage.
 
     @property
     def kept_bytes(self) -> int:
