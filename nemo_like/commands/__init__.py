@@ -3,8 +3,10 @@
 Nothing here imports torch, and a module imports it only when its command runs.
 """
 
+import argparse
 import textwrap
 
+from nemo_like._util.console import write_text
 from nemo_like.recipes import JOBS
 
 # The commands by group and name, with their purposes.
@@ -30,6 +32,13 @@ COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in grou
 LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
 # The help of ``--vocab-size``.
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
+
+
+def print_report(args: argparse.Namespace, text: str, json: str) -> None:
+    """Print `text`, and write `json` where ``--json`` names a file; with ``--json -`` print the JSON alone."""
+    if args.json != "-":
+        print(text, flush=True)
+    write_text(args.json, json)
 
 
 def overview() -> str:

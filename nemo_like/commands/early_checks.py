@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_like._util.console import flag
+from nemo_like._util.console import check_writable, flag
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, check_flag
 from nemo_like.options import FLOAT8
@@ -15,11 +15,12 @@ from nemo_like.presets import check_model_name
 # Options that are numbers from 1 on, where they are numbers.
 _COUNTS = """seq_len batch_size global_batch micro_batch dp_shard gpus world_size count repeats lora image_size
     vocab_size"""
+_LEAST = dict.fromkeys(_COUNTS.split(), 1) | {"images": 0, "audio_seconds": 0}
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
 def check_early(args: argparse.Namespace) -> None:
-    """Raise ValueError for a model, a device, a dtype, a size or a divisor that no command can use."""
+    """Raise ValueError for a model, a device, a dtype, a size, a divisor or a file to write that no command can use."""
     values = {name: value for name, value in vars(args).items() if value is not None}
     if "model" in values:
         check_model_name(values["model"])
@@ -29,20 +30,31 @@ def check_early(args: argparse.Namespace) -> None:
         for word in _each(values.get(name)):
             if word not in others:
                 check_dtype_word(flag(name), word, others)
-    for name in _COUNTS.split():
+    for name, least in _LEAST.items():
         for value in _each(values.get(name)):
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{FLAGS[name].word if name in FLAGS else flag(name)} is {value}; it must be >= 1.")
+            if isinstance(value, int | float) and value < least:
+                raise ValueError(
+                    f"{FLAGS[name].word if name in FLAGS else flag(name)} is {value}; it must be >= {least}."
+                )
     for name in FLAGS:
         for value in _each(values.get(name)):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 check_flag(name, value)
     gpus = values.get("gpus", values.get("world_size"))
     of_axes = {name: [*_each(values.get(name))] for name in _AXES}
-    single = {name: of_axis[0] for name, of_axis in of_axes.items() if len(of_axis) == 1}
-    sizes = {name: size for name, size in single.items() if isinstance(size, int) and size > 1}
+    sizes = {
+        name: of_axis[0]
+        for name, of_axis in of_axes.items()
+        if len(of_axis) == 1 and isinstance(of_axis[0], int) and of_axis[0] > 1
+    }
     if isinstance(gpus, int) and sizes and (problem := undivided(sizes, gpus, f"--gpus {gpus}")):
         raise ValueError(problem)
+    for name in ("json", "save", "strip", "gpu_file"):
+        check_writable(flag(name), values.get(name))
+    if "settings_to" in values:
+        from nemo_like.settings.files import check_suffix
+
+        check_writable("--to", check_suffix(values["settings_to"]))
 
 
 def _each(value: Any) -> Iterator[Any]:

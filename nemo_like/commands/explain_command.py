@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread, start_logging
-from nemo_like._util.json_file import write_json
+from nemo_like._util.console import refuse_unread, start_logging
+from nemo_like.commands import print_report
 from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
 from nemo_like.explaining.explain import LONGEST, explained_message, explained_source
 from nemo_like.explaining.messages import read_message
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--used", help="memory in use by nvidia-smi (71GiB): with a file, or with --model alone")
     add("--device", type=int, metavar="N", help="the number of the GPU (default: the one with most)")
-    add("--json", metavar="PATH", help="write the bytes there as JSON")
+    add("--json", metavar="PATH", help="write the bytes here, as JSON ('-': standard output)")
     add(
         "--strip", metavar="PATH", help="write the snapshot there without paths and text, for sending, and nothing else"
     )
@@ -55,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the parts at the peak, or the causes of a message."""
-    check_writable("--json", args.json)
-    check_writable("--strip", args.strip)
     used = None if args.used is None else parse_bytes(args.used, "--used")
     if args.file is None:
         if used is None or args.model is None:
@@ -78,20 +77,20 @@ def run(args: argparse.Namespace) -> int:
             raise SnapshotError("Standard input has no out-of-memory message. Give the file of a snapshot, or a log.")
         explanation = explained_message(message, planned)
     else:
-        source = used if args.file is None else Path(args.file)
-        assert source is not None
+        source: Any = used if args.file is None else Path(args.file)
         explanation = explained_source(source, planned, device=args.device, used=used)
-    print(explanation)
-    if args.json:
-        write_json(args.json, explanation.to_dict())
+    print_report(args, str(explanation), json.dumps(explanation.to_dict(), indent=1))
     return 0
 
 
 def _planned(args: argparse.Namespace) -> PlannedJob | None:
     """Return the job that ``--model`` and the options of a plan state; None: there is no ``--model``."""
     if args.model is None:
-        others = [action.dest for action in args.own._actions if action.dest not in _OWN]
-        refuse_unread(args, others, "it is of a plan, which takes --model.")
+        refuse_unread(
+            args,
+            [action.dest for action in args.own._actions if action.dest not in _OWN],
+            "it is of a plan, which takes --model.",
+        )
         return None
     for name in ("world_size", "seq_len", "batch_size"):
         if not isinstance(getattr(args, name), int):

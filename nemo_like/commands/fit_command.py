@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread, tokens, write_text
+from nemo_like._util.console import refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
-from nemo_like.commands import LORA
+from nemo_like.commands import LORA, print_report
 from nemo_like.commands.early_checks import check_early
-from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
+from nemo_like.commands.settings_options import add_settings, write_to
 from nemo_like.commands.step_options import refuse_host_memory
 from nemo_like.flags import CONFIGURATIONS, FLAGS, SEQ_LEN, add_flags, add_pins, flags_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
@@ -93,20 +93,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that can be refused before torch is imported."""
-    if not (args.calibrate and args.model is None):
-        for name in ("model", "gpus"):
-            if getattr(args, name) is None:
-                raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
+    if args.calibrate and args.model is None:
+        others = sorted(vars(args).keys() - {"command", "run", "parser", "own", "calibrate"})
+        refuse_unread(args, others, "--calibrate without --model measures this device and nothing else.")
+        return
+    for name in ("model", "gpus"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
     check_early(args)
+    if args.paste_as and args.json == "-":
+        raise ValueError("--as prints arguments, and --json - prints JSON alone. Give --json a file.")
+    if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
+        raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
+    refuse_host_memory(args)
+    if args.explain is not None and not 1 <= args.explain <= args.count:
+        raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """Return the line that is printed before torch is imported; empty where `run` refuses the options."""
+    """Return the line that is printed before torch is imported."""
     if args.calibrate:
         return "Measuring this device ..."
-    if args.model is None or args.gpus is None:
-        return ""
-    return f"{read_from(args)}Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
+    return f"{args.from_words}Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
 
 
 def _words(text: str) -> str | list[str]:
@@ -118,21 +126,15 @@ def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning.fit import fit
 
-    if args.calibrate and args.model is None:
-        others = sorted(vars(args).keys() - {"command", "run", "parser", "own", "calibrate"})
-        refuse_unread(args, others, "--calibrate without --model measures this device and nothing else.")
-        _calibrate()
-        return 0
-    _check_files(args)
     if args.calibrate:
         _calibrate()
+    if args.model is None:
+        return 0
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_PINS, "dp_shard", "micro_batch", "ac")}
     pins["schedule"] = pins.pop("pp_schedule")
     for name in flags_of("strategy"):  # some of their words are of the command line
         if isinstance(pins.get(name), list):
             pins[name] = [FLAGS[name].read(word) for word in pins[name]]
-    if args.explain is not None and not 1 <= args.explain <= args.count:
-        raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:
         report = fit(
             args.model,
@@ -148,9 +150,8 @@ def run(args: argparse.Namespace) -> int:
             progress=say,
             **pins,
         )
-    if args.json != "-":
-        print(report.text(None if args.wide else screen_width(), args.explain, _paste(args, report)), flush=True)
-    write_text(args.json, json.dumps(report.to_dict(), indent=1))
+    text = report.text(None if args.wide else screen_width(), args.explain, _paste(args, report))
+    print_report(args, text, json.dumps(report.to_dict(), indent=1))
     if not report.candidates:
         return 1
     best = report.best
@@ -202,18 +203,6 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": args.optimizer,
         "compile": args.compile,
     }
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    """Raise for a file that could not be written after the search, and for options that the search would not read."""
-    check_writable("--json", args.json)
-    check_writable("--save", args.save)
-    check_settings_to(args)
-    if args.paste_as and args.json == "-":
-        raise ValueError("--as prints arguments, and --json - prints JSON alone. Give --json a file.")
-    if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
-        raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
-    refuse_host_memory(args)
 
 
 def _calibrate() -> None:

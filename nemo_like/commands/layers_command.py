@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like._util.console import check_writable, refuse_unread, write_text
+from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
+from nemo_like.commands import print_report
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs
@@ -70,15 +70,14 @@ def first_line(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     from nemo_like.models import resolve_model
 
-    check_writable("--json", args.json)
-    model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
-    report = describe(model, scope=args.scope, layers=args.layers)
     if args.json == "-":
         refuse_unread(args, ["wide"], "--json - prints all of it.")
-    else:
-        sys.stdout.write(to_text(report, None if args.wide else screen_width()))
-        sys.stdout.write(f"\nNext: nemo-like plan --model {args.model} --gpus 8\n")
-    write_text(args.json, json.dumps(asdict(report), indent=2))
+    model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
+    report = describe(model, scope=args.scope, layers=args.layers)
+    text = (
+        f"{to_text(report, None if args.wide else screen_width())}\nNext: nemo-like plan --model {args.model} --gpus 8"
+    )
+    print_report(args, text, json.dumps(asdict(report), indent=2))
     return 0
 
 
@@ -137,6 +136,15 @@ def _ranges(indices: list[str]) -> str:
     return ",".join("-".join(span) for span in spans)
 
 
+# The column "checkpointed", by `Run.checkpointed` and `Run.trainable`.
+_CHECKPOINTED = {
+    (True, True): "yes",
+    (True, False): "if used",
+    (False, True): "not in scope",
+    (False, False): "not in scope",
+}
+
+
 def to_text(report: LayersReport, width: int | None = None) -> str:
     """Return the report for a screen of `width` columns (None: as wide as it gets)."""
     unit = ByteUnit.for_sizes([*(item.bytes_each for item in report.runs), report.outside_bytes])
@@ -159,7 +167,7 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
             parameters_word(item.parameters_each),
             unit.number(item.bytes_each),
             "own",
-            _checkpointed(item),
+            _CHECKPOINTED[item.checkpointed, item.trainable],
         )
         for item in report.runs
     ]
@@ -177,9 +185,3 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
             paragraph("if used: the layer is frozen, and checkpointed where a gradient flows through it.", width)
         )
     return "\n".join(lines) + "\n"
-
-
-def _checkpointed(item: Run) -> str:
-    if not item.checkpointed:
-        return "not in scope"
-    return "yes" if item.trainable else "if used"

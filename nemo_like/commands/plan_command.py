@@ -9,11 +9,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread, write_text
+from nemo_like._util.console import refuse_unread
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
-from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
+from nemo_like.commands import print_report
+from nemo_like.commands.settings_options import add_settings, write_to
 from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
 from nemo_like.flags import BATCH_SIZE, EVERY_AC, SEQ_LEN
 from nemo_like.options import MemoryBudget, parse_bytes
@@ -80,7 +81,7 @@ def add_arguments(parser: HelpParser) -> None:
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
     gpus = "the fewest" if args.world_size == "min" else f"{args.world_size} x"
-    return f"{read_from(args)}Planning {args.model} on {gpus} {args.gpu} ..."
+    return f"{args.from_words}Planning {args.model} on {gpus} {args.gpu} ..."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.report import WhatIf, what_if
 
     search = SizeSearch.from_words(args.world_size, args.seq_len, args.batch_size)
+    limit = None if args.memory is None else parse_bytes(args.memory, "--memory")
     _check(args)
     source = resolve_model(args.model)
     args = _with_a_start(args, search, most_positions(source.config))
@@ -102,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
     if job.offloads_state:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
-    limit = parse_bytes(args.memory, "--memory") if args.memory else None
     query, step, inputs = traced_step(args, source, job)
     if args.calibrate_from is not None:
         if search != SizeSearch():
@@ -125,8 +126,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{paragraph(WAYS_OUT, width)}")
     ac = "full" if report.best is None else report.best.ac
     check = _check_rank(args, step.job, step.model, step.input[0], ac) if args.check else None
-    if say:
-        print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
     head = {
         "model": args.model,
         "input": step.input[1],
@@ -135,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
         "rates": query.device.rates,
         "check": check,
     }
-    write_text(args.json, json.dumps(head | report.to_dict(), indent=1))
+    print_report(
+        args, f"\nPlanned in {time.perf_counter() - start:.1f} s.", json.dumps(head | report.to_dict(), indent=1)
+    )
     if report.best is not None:
         if args.save:
             report.best.plan.save(args.save)
@@ -230,20 +231,13 @@ def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, samp
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise for errors that would only show after planning: files, sizes, and options that nothing reads."""
-    check_writable("--json", args.json)
-    check_writable("--save", args.save)
-    check_settings_to(args)
+    """Raise for errors that would only show after planning: budgets, and options that nothing reads."""
     for budget in args.budget:
         MemoryBudget.parse(budget, "--budget")
-    if args.memory is not None:
-        parse_bytes(args.memory, "--memory")
     if args.calibrate_from is None:
         refuse_unread(args, ["ran_with", "gpu_file"], "that takes --calibrate-from.")
     elif args.ran_with is None:
         raise ValueError(
             "--calibrate-from is of a job that ran: give its checkpointing, --ran-with none, selective, full."
         )
-    else:
-        check_writable("--gpu-file", args.gpu_file)
     check_step_options(args)

@@ -10,7 +10,6 @@ from torch import nn
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.log import quiet
 from nemo_like._util.tensors import describe, map_tensors, split_sample
-from nemo_like._util.words import check_whole
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
 from nemo_like.planning.model.inputs import Media, ModelInput, model_input
@@ -38,7 +37,10 @@ def query_with_inputs(
         )
     beside = inputs.tensors.keys() - {"input_ids", "labels"}
     if not beside and not args.input_shape:
-        _refuse_media(args)
+        unread = [
+            name for name in ("images", "image_size", "audio_seconds") if getattr(args, name) != 0
+        ]  # 0: text alone
+        refuse_unread(args, unread, f"{args.model} takes text alone.")
     if not beside or "input_ids" not in inputs.tensors:
         return make(sample), inputs
     try:
@@ -61,8 +63,9 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
         sample, inputs = _input(model, source, other, media, predicted=other.seq_len <= args.seq_len)
         return sample, inputs.words
 
-    has_sample = bool(args.input_shape) or source.sample is not None
-    return Step(model, query.job, sized, args.batch_size, 0 if has_sample else args.seq_len)
+    return Step(
+        model, query.job, sized, args.batch_size, 0 if args.input_shape or source.sample is not None else args.seq_len
+    )
 
 
 def _input(
@@ -94,11 +97,9 @@ def sample_for(
     """One training input for a built `source` on `device`: its own, random numbers of ``--input-shape``, or token ids.
 
     Raises:
-        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not state its inputs.
+        ValueError: a shape that is not a list of sizes, or a model that does not state its inputs.
     """
-    for name, value in (("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
-        check_whole(name, value, 1)
-    if getattr(args, "input_shape", None) is not None:
+    if args.input_shape is not None:
         shape = parse_shape("--input-shape", args.input_shape)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     if source.sample is not None:
@@ -107,20 +108,11 @@ def sample_for(
     return text["input_ids"] if source.config is None else text
 
 
-def _refuse_media(args: argparse.Namespace) -> None:
-    unread = [name for name in ("images", "image_size", "audio_seconds") if getattr(args, name) != 0]  # 0: text alone
-    refuse_unread(args, unread, f"{args.model} takes text alone.")
-
-
 def _asked(args: argparse.Namespace) -> bool:
     return bool(args.image_size or args.audio_seconds or args.images > 1)
 
 
 def _media(args: argparse.Namespace) -> Media:
-    for name, least in (("images", 0), ("image_size", 1), ("audio_seconds", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be >= {least}.")
     return Media(args.images, args.image_size, args.audio_seconds)
 
 

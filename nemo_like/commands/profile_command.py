@@ -3,10 +3,10 @@
 import argparse
 import contextlib
 
-from nemo_like._util.console import check_writable, refuse_unread, write_text
+from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
-from nemo_like.commands import VOCAB_SIZE
+from nemo_like.commands import VOCAB_SIZE, print_report
 from nemo_like.options import parse_bytes, parse_dtype
 
 EXAMPLES = (
@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     check_whole("--runs", args.runs, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
-    check_writable("--json", args.json)
     if args.json == "-":
         refuse_unread(args, ["budget", "wide"], "--json - prints everything, and nothing else.")
     if args.modes is None:
@@ -104,14 +103,14 @@ def run(args: argparse.Namespace) -> int:
                 "--batch-size, or --input-shape."
             ) from error
         if rank() == 0:
-            write_text(args.json, json)
-            if args.json != "-":
-                print(text)
+            print_report(args, text, json)
             if budget is not None:
                 names = profiler.recommend_layers(budget / 1e6)
                 peak = report.unit.word(report.predict_peak_bytes(names))
                 call = f"model = parallelize(model, ac='full', layers={names})" if names else "ac='none'"
-                layers = f"recompute {len(names)} of {len(report)} layers"
-                words = f"For a peak of activations within {args.budget}: {layers}. Predicted: {peak}. Paste: {call}"
+                words = (
+                    f"For a peak of activations within {args.budget}: recompute {len(names)} of {len(report)} layers. "
+                    f"Predicted: {peak}. Paste: {call}"
+                )
                 print(f"\n{paragraph(words, width)}")
     return 0

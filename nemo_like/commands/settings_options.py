@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import as_flag, check_writable
+from nemo_like._util.console import as_flag
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like.flags import FLAGS, flags_of
 
@@ -39,7 +39,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Make the settings in the file of ``--from`` in `argv` defaults of `parser`, and keep words for `read_from`.
+    """Make the settings in the file of ``--from`` in `argv` defaults of `parser`, and lines on them its `from_words`.
 
     Raises:
         ValueError, OSError, ImportError: as `nemo_like.settings.read_settings`.
@@ -52,13 +52,12 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for axis in _SPLITS:
         only.add_argument(f"--{axis}", nargs="?")
     known = only.parse_known_args(argv)[0]
-    path = known.path
     parser.set_defaults(from_words="")
-    if path is None:
+    if known.path is None:
         return
     from nemo_like.settings import read_settings
 
-    settings = read_settings(path)
+    settings = read_settings(known.path)
     values = dict(settings.values)
     if "dp_shard" not in actions or _AXES & {word.partition("=")[0] for word in argv}:
         values.pop("dp_shard", None)  # the number of ranks and the other axes decide it
@@ -75,23 +74,10 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
             read.append(as_flag(action.option_strings[0].removeprefix("--"), value))
         elif name == "ac" or name not in FLAGS or value != FLAGS[name].default:
             unused.append(as_flag(name, value))
-    lines = [f"{path}, of {settings.framework}: {' '.join(read) or 'nothing that is read'}"]
+    lines = [f"{known.path}, of {settings.framework}: {' '.join(read) or 'nothing that is read'}"]
     lines += [f"No option here: {' '.join(unused)}"] if unused else []
     lines += [f"Not understood: {'; '.join(settings.not_understood)}"] if settings.not_understood else []
     parser.set_defaults(from_words="".join(f"{paragraph(line, screen_width())}\n" for line in lines))
-
-
-def read_from(args: argparse.Namespace) -> str:
-    """Return lines on the settings that ``--from`` read; empty without it."""
-    return str(getattr(args, "from_words", ""))
-
-
-def check_settings_to(args: argparse.Namespace) -> None:
-    """Raise ValueError where the file of ``--to`` could not be written later."""
-    if args.settings_to is not None:
-        from nemo_like.settings.files import check_suffix
-
-        check_writable("--to", check_suffix(args.settings_to))
 
 
 def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:

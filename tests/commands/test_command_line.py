@@ -142,7 +142,6 @@ def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
         ("plan --model m --gpus min", "Planning m on the fewest h100-80gb ..."),
         ("fit --model m --gpus 8", "Searching for the fastest configuration of m on 8 x h100-80gb ..."),
         ("fit --calibrate", "Measuring this device ..."),
-        ("fit", ""),
         ("layers --model m", "Building m without weights ..."),
         ("profile --model m", "Measuring m ..."),
         ("pretrain", "Pretraining llama-tiny on the standard library ..."),
