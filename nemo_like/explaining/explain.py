@@ -14,7 +14,7 @@ from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.parts import MemoryKind, Parts, parts_of, totals
 from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
-from nemo_like.explaining.stacks import Sources, operator_of, place_of
+from nemo_like.explaining.stacks import operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
 
 if TYPE_CHECKING:
@@ -187,14 +187,12 @@ _ALIKE = 0.02  # Share by which layers may differ and are called alike.
 
 def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanation:
     """Return the explanation of a device's timeline, compared with a plan where there is one."""
-    parts, sources, at = parts_of(timeline), Sources(), timeline.peak_at
+    parts, at = parts_of(timeline), timeline.peak_at
     alive, comparison, peak = timeline.alive(at), None, timeline.active[at + 1]
     if planned is not None:
         parts, comparison = planned.compare(alive, parts)
-    if planned is None or comparison is None or comparison.refusal:
-        cures = tuple(cures_of(timeline, parts))
-    else:
-        cures = tuple(planned.cures(peak))
+    compared = comparison is not None and not comparison.refusal
+    cures = planned.cures(peak) if planned is not None and compared else cures_of(timeline, parts)
     sizes = totals((parts.named[block].kind, block.size) for block in alive)
     notes = list(timeline.notes)
     if not any(block.born > BEFORE for block in timeline.blocks):
@@ -208,34 +206,34 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
         peak_bytes=peak,
         reserved_bytes=max(timeline.reserved),
         named_bytes=peak - sizes[MemoryKind.OLD],
-        where=_where(timeline, parts, sources, at),
+        where=_where(timeline, parts, at),
         parts={kind.value: size for kind, size in sizes.most_common()},
         layers=layers,
-        rows=tuple(_rows(parts, sources, alive, sizes, layers)),
+        rows=tuple(_rows(parts, alive, sizes, layers)),
         unexpected=tuple(unexpected_at_peak(timeline, parts)),
         out_of_memory=None
         if failed is None
         else FailedRequest(
             timeline.device,
-            _stack_words(failed.get("frames") or (), sources),
+            _stack_words(failed.get("frames") or ()),
             failed["size"],
             failed.get("device_free", 0),
         ),
         notes=tuple(notes),
-        cures=cures,
+        cures=tuple(cures),
         comparison=comparison,
     )
 
 
-def _where(timeline: Timeline, parts: Parts, sources: Sources, at: int) -> str:
+def _where(timeline: Timeline, parts: Parts, at: int) -> str:
     last = next((block for block in timeline.blocks if block.born == at), None)
     if last is None:
         return "before the recording" if at == BEFORE else "at the end of a free"
-    return f"{parts.named[last].phase}, {_stack_words(last.frames, sources)}".rstrip(", ")
+    return f"{parts.named[last].phase}, {_stack_words(last.frames)}".rstrip(", ")
 
 
-def _stack_words(frames: Any, sources: Sources) -> str:
-    operator, place = operator_of(frames), place_of(frames, sources)
+def _stack_words(frames: Any) -> str:
+    operator, place = operator_of(frames), place_of(frames, with_class=True)
     return f"{operator} ({place})" if operator and place else operator or place
 
 
@@ -246,12 +244,10 @@ def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
     return tuple(sizes[layer] for layer in range(count)) if sizes else ()
 
 
-def _rows(
-    parts: Parts, sources: Sources, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]
-) -> Iterable[Row]:
+def _rows(parts: Parts, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]) -> Iterable[Row]:
     places_of: dict[MemoryKind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
     for block in alive:
-        places_of[parts.named[block].kind][_stack_words(block.frames, sources)].append(block)
+        places_of[parts.named[block].kind][_stack_words(block.frames)].append(block)
     for kind, size in sizes.most_common():
         where, places = "", places_of[kind]
         if kind is MemoryKind.ACTIVATIONS and layers:

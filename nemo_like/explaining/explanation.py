@@ -106,8 +106,8 @@ def _lines(explanation: Explanation) -> Iterable[str]:
     peak, comparison, failed = explanation.peak_bytes, explanation.comparison, explanation.out_of_memory
     yield from explanation.lines
     if failed is not None and not explanation.lines:
-        request, free = byte_word(failed.asked_bytes), byte_word(failed.free_bytes)
-        yield f"Out of memory: {request} asked, {free} free, in {failed.where}."
+        free = byte_word(failed.free_bytes)
+        yield f"Out of memory: {byte_word(failed.asked_bytes)} asked, {free} free, in {failed.where}."
     if not explanation.lines:
         yield f"Peak {byte_word(peak)} ({byte_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
         if comparison is not None and not comparison.refusal:

@@ -86,7 +86,6 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     intermediate: int
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -253,28 +252,52 @@ def _sized_causes(message: OutOfMemory) -> Iterator[tuple[int, Cause]]:
     reserved, outside = message.reserved_bytes, message.outside_bytes or 0
     used = (message.total_bytes or 0) - (message.free_bytes or 0)
     if len(sizes) > 1 and sizes[0] > 0.95 * sizes[-1] and sizes[-1] < 2.5 * GIB:
-        words = (
-            f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
-            "torch.cuda.set_device(local_rank) before any CUDA call."
+        yield (
+            elsewhere,
+            Cause(
+                "other ranks' contexts",
+                f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
+                "torch.cuda.set_device(local_rank) before any CUDA call.",
+            ),
         )
-        yield elsewhere, Cause("other ranks' contexts", words)
     elif elsewhere > 0.3 * GIB:
-        words = f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with nvidia-smi and stop them."
-        yield elsewhere, Cause("other processes", words)
+        yield (
+            elsewhere,
+            Cause(
+                "other processes",
+                f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with nvidia-smi and stop them.",
+            ),
+        )
     elif message.process_bytes is None and reserved is not None and message.free_bytes is not None:
         unknown = used - reserved
         if unknown > max(1.5 * GIB, 0.07 * (message.total_bytes or 0)):
-            words = f"{write_bytes(unknown)} are neither free nor torch's: other processes, the context or NCCL. "
-            yield unknown, Cause("other processes", words + "Find them with nvidia-smi.")
+            yield (
+                unknown,
+                Cause(
+                    "other processes",
+                    f"{write_bytes(unknown)} are neither free nor torch's: other processes, the context or NCCL. Find "
+                    "them with nvidia-smi.",
+                ),
+            )
     if outside > 2 * GIB:
-        words = (
-            f"This process has {write_bytes(outside)} outside torch's allocator: the context, NCCL, other libraries. "
+        yield (
+            outside,
+            Cause(
+                "outside of the allocator",
+                f"This process has {write_bytes(outside)} outside torch's allocator: the context, NCCL, other "
+                "libraries. Use fewer process groups, or NCCL_MAX_NCHANNELS=8.",
+            ),
         )
-        yield outside, Cause("outside of the allocator", words + "Use fewer process groups, or NCCL_MAX_NCHANNELS=8.")
     unused = message.unallocated_bytes or 0
     if reserved and unused > 0.1 * reserved:
-        words = f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. "
-        yield unused, Cause("fragmentation", words + "Set PYTORCH_ALLOC_CONF=expandable_segments:True.")
+        yield (
+            unused,
+            Cause(
+                "fragmentation",
+                f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. Set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True.",
+            ),
+        )
 
 
 def _live_causes(message: OutOfMemory, others_known: bool) -> Iterator[Cause]:

@@ -76,12 +76,7 @@ class Parts:
     """The parts of all blocks of a timeline."""
 
     named: dict[Block, Named]
-    layers: dict[int, int]  # Layers of each forward of which they are known.
-
-    @property
-    def layer_count(self) -> int | None:
-        """Return the layers that the largest number of forwards agree on, or None where none is known."""
-        return Counter(self.layers.values()).most_common(1)[0][0] if self.layers else None
+    layer_count: int | None  # The layers that most forwards agree on; None: they are known of no forward.
 
 
 def parts_of(timeline: Timeline) -> Parts:
@@ -91,7 +86,7 @@ def parts_of(timeline: Timeline) -> Parts:
     phases, marks = _read_stacks(allocations, recorded)
     ends = _stretches(allocations, phases, len(timeline.trace))
     steps = _steps(phases)
-    layer_of, layers = _layers(allocations, phases, steps, marks)
+    layer_of, layer_count = _layers(allocations, phases, steps, marks)
     named = {
         block: Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
         for number, (block, phase) in enumerate(zip(allocations, phases))
@@ -100,7 +95,7 @@ def parts_of(timeline: Timeline) -> Parts:
     by_size = _by_size(old, named)
     named |= {block: _of_before(block, recorded, by_size) for block in old}
     named |= {block: replace(named[block], kind=MemoryKind.MORE_WEIGHTS) for block in _further_copies(named)}
-    return Parts(named, layers)
+    return Parts(named, layer_count)
 
 
 def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark]]:
@@ -149,38 +144,36 @@ def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
 
 def _layers(
     allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int], marks: Sequence[Mark]
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the layer of each allocation that has one, and the layers of each forward.
+) -> tuple[dict[int, int], int | None]:
+    """Return the layer of each allocation that has one, and `Parts.layer_count`.
 
     A forward that began again without a backward has none: where one ends and the next begins is not recorded.
     """
     places: dict[tuple[Phase, int], dict[Mark, list[int]]] = defaultdict(lambda: defaultdict(list))
-    first: dict[int, Mark] = {}
     for number, (block, phase, mark) in enumerate(zip(allocations, phases, marks)):
         if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames:
             places[phase, steps[number]][mark].append(number)
-            if phase is Phase.FORWARD:
-                first.setdefault(steps[number], mark)
-    layer_of, counts = dict[int, int](), dict[int, int]()
-    for (phase, step), by_mark in places.items():
+    layer_of, forwards = dict[int, int](), Counter[int]()  # forwards by their number of layers
+    for (phase, _), by_mark in places.items():
         count = _count(by_mark.values(), allocations)
-        if count is None or (
-            phase is Phase.FORWARD and _begins_again(len(by_mark[first[step]]), count, by_mark, allocations)
-        ):
+        if count is None or (phase is Phase.FORWARD and _begins_again(count, by_mark, allocations)):
             continue
         if phase is Phase.FORWARD:
-            counts[step] = count
+            forwards[count] += 1
         for numbers in by_mark.values():
             if len(numbers) % count == 0:
                 layer_of |= {number: k * count // len(numbers) for k, number in enumerate(numbers)}
-    return layer_of, counts
+    return layer_of, max(forwards, key=forwards.__getitem__, default=None)
 
 
-def _begins_again(times: int, count: int, marks: Mapping[Mark, list[int]], allocations: Sequence[Block]) -> bool:
-    """Return whether a forward began several times: its first place occurs `times` times, and not for the layers' sake.
+def _begins_again(count: int, marks: Mapping[Mark, list[int]], allocations: Sequence[Block]) -> bool:
+    """Return whether a forward began several times: its first place occurs more than once, not for the layers' sake.
 
     A model may begin with its first layer. Then backward frees the layers' blocks of one place in the reverse order.
+
+    marks: the numbers of the forward's allocations by place, in the order of their first ones.
     """
+    times = len(next(iter(marks.values())))
     if times == 1 or times != count:
         return times > 1
 

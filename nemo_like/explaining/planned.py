@@ -19,7 +19,7 @@ from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, read
 from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded, totals
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
-from nemo_like.explaining.unexpected import Cure
+from nemo_like.explaining.unexpected import Cure, strongest
 from nemo_like.job import Job
 from nemo_like.options import OPTIMIZERS, parse_ac
 from nemo_like.planning.advise import Change, changes
@@ -54,11 +54,16 @@ _KINDS = dict.fromkeys(STAYING, MemoryKind.WEIGHTS) | {
     Part.RECEIVE_BUFFERS: MemoryKind.COMMUNICATION,
     Part.SENT_TENSORS: MemoryKind.COMMUNICATION,
 }
+# Kinds of other parts, by the phase that made them.
+_OTHER_KINDS = {
+    Phase.FORWARD: MemoryKind.ACTIVATIONS,
+    Phase.BACKWARD: MemoryKind.OF_BACKWARD,
+    Phase.OPTIMIZER: MemoryKind.STEP,
+}
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 _LAYER = re.compile(r"(?:forward|backward) of layer (\d+)")
 # Share of the plan's weights that must be found in a recording, by size, for the two to be compared.
 _WEIGHTS_MATCH = 0.95
-_SAVES = 0.01  # Share of the peak that a change must save to be named.
 _AS_HIGH = 0.005  # Share below the planned peak within which moments are as high.
 # Widths of a number of a weight, in half bits: of a 4-bit weight's scales, 4, 8, 16 and 32 bits.
 _HALF_BITS = (1, 8, 16, 32, 64)
@@ -66,8 +71,8 @@ _LAYERS_ALIKE = 0.02  # Share by which a layer may differ from its plan and not 
 
 
 @dataclass(frozen=True)
-class PlannedBlock:
-    """A tensor of the planned step."""
+class Compared:
+    """A tensor of the planned step, or a block of the recorded one, as the two are compared."""
 
     size: int
     kind: MemoryKind
@@ -87,18 +92,18 @@ class PlannedStep(Labelled):
         self._before, self.changes = dict(self.sizes), []
         steps.run()
         sizes = self._before | {change.storage: change.size for change in self.changes if change.size > 0}
-        self.blocks = {number: _planned_block(size, self.labels[number]) for number, size in sizes.items()}
+        self.blocks = {number: _compared(size, self.labels[number]) for number, size in sizes.items()}
 
-    def alive_like(self, recorded: Mapping[str, int], phase: str) -> list[PlannedBlock]:
-        """Return the tensors at the highest moment of a phase, in the order in which they were made.
+    def alive_like(self, recorded: Mapping[str, int], phase: Phase | None) -> list[Compared]:
+        """Return the tensors at the highest moment of a phase (None: of the step), in the order in which they were made.
 
         Of moments that are as high but for half a percent, the one whose parts are most like the `recorded` bytes.
         """
-        now = _by_group((self.blocks[number].kind, size) for number, size in self._before.items())
+        now = _by_group(self.blocks[number] for number in self._before)
         moments: list[tuple[int, int, int]] = []
         for at, change in enumerate(self.changes):
             now[_GROUP_OF[self.blocks[change.storage].kind]] += change.size
-            if phase in ("", _phase(change.where)):
+            if phase in (None, _phase(change.where)):
                 off = sum(abs(recorded.get(group, 0) - now[group]) for group in GROUPS)
                 moments.append((now.total(), -off, at))
         most = max(moments, default=(0, 0, -1))[0]
@@ -109,11 +114,10 @@ class PlannedStep(Labelled):
         return [self.blocks[number] for number in sorted(+alive)]
 
 
-def _planned_block(size: int, label: Label) -> PlannedBlock:
+def _compared(size: int, label: Label) -> Compared:
     layer = _LAYER.search(label.where)
-    made_in = {_BACKWARD: MemoryKind.OF_BACKWARD, _OPTIMIZER: MemoryKind.STEP}
-    kind = _KINDS.get(label.part, made_in.get(_phase(label.where), MemoryKind.ACTIVATIONS))
-    return PlannedBlock(size, kind, int(layer[1]) if layer else None)
+    kind = _KINDS.get(label.part) or _OTHER_KINDS[_phase(label.where)]
+    return Compared(size, kind, int(layer[1]) if layer else None)
 
 
 @dataclass(frozen=True)
@@ -138,35 +142,33 @@ class PlannedJob:
         parts, compared = compare(blocks, parts, PlannedStep(self.query, _choices(self.query)))
         return weights_by_model(blocks, parts, self.step.model), compared
 
-    def cures(self, peak: int) -> Iterator[Cure]:
-        """Yield the changes that lower the peak, the strongest first; each lowers `peak` by as much as the planned
+    def cures(self, peak: int) -> list[Cure]:
+        """Return the changes that lower the peak, the strongest first; each lowers `peak` by as much as the planned
         one."""
         now = self.peak(self.query)
-        after = sorted(
-            (peak - now + self.peak(query), words) for words, query in self._changed(changes(self.query.job))
-        )
-        yield from (Cure(words, size) for size, words in after if size <= (1 - _SAVES) * peak)
+        changed = self._changed(changes(self.query.job))
+        return strongest((Cure(words, peak - now + self.peak(query)) for words, query in changed), peak)
 
     def readings_of(self, message: OutOfMemory) -> list[Reading]:
         """Return the tensors of the model that may have been requested; none where its config does not state all sizes."""
         config: Any = text_config(getattr(self.step.model, "config", None))
         heads = getattr(config, "num_attention_heads", None)
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        sizes: list[Any] = [getattr(config, name, None) for name in names]
+        sizes: list[Any] = [getattr(config, name, None) for name in ("vocab_size", "hidden_size", "intermediate_size")]
         if not heads or None in sizes:
             return []
-        vocabulary, hidden, intermediate, layers = sizes
-        model = ModelSizes(
-            vocabulary,
-            hidden,
-            intermediate,
-            layers,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or hidden // heads,
-            tokens_of(self.step.input[0]),
+        vocabulary, hidden, intermediate = sizes
+        return readings(
+            message,
+            ModelSizes(
+                vocabulary,
+                hidden,
+                intermediate,
+                heads,
+                getattr(config, "num_key_value_heads", None) or heads,
+                getattr(config, "head_dim", None) or hidden // heads,
+                tokens_of(self.step.input[0]),
+            ),
         )
-        return readings(message, model)
 
     def need(self, query: PlanQuery) -> int:
         """Return the bytes of the GPU that a step takes: reserved, and outside of torch's allocator."""
@@ -185,22 +187,22 @@ class PlannedJob:
     def deviations(self) -> Iterator[tuple[str, int]]:
         """Yield the jobs that may have run instead, by one change each, with the bytes of the GPU that they take."""
         job, step = self.query.job, self.query.job.step
-        tried = [Change(f"ac={mode!r}", job.change(ac=mode)) for mode in MODES if parse_ac(mode) != job.ac]
-        tried += [Change(f"precision={word!r}", job.change(precision=word)) for word in (None, "bf16")]
-        tried += [Change(f"loss={word!r}", job.change(loss=word)) for word in ("model", "chunked")]
-        tried += [Change(f"optimizer={name!r}", job.change(step=replace(step, optimizer=name))) for name in OPTIMIZERS]
-        tried += [Change(f"strategy={name!r}", job.change(strategy=name)) for name in ("ddp", "fsdp2") if job.ranks > 1]
-        tried += [
+        tried = [
+            *(Change(f"ac={mode!r}", job.change(ac=mode)) for mode in MODES if parse_ac(mode) != job.ac),
+            *(Change(f"precision={word!r}", job.change(precision=word)) for word in (None, "bf16")),
+            *(Change(f"loss={word!r}", job.change(loss=word)) for word in ("model", "chunked")),
+            *(Change(f"optimizer={name!r}", job.change(step=replace(step, optimizer=name))) for name in OPTIMIZERS),
+            *(Change(f"strategy={name!r}", job.change(strategy=name)) for name in ("ddp", "fsdp2") if job.ranks > 1),
             Change("zero_grad(set_to_none=False)", job.change(step=replace(step, zero_grad="zero"))),
             Change("the output kept", job.change(step=replace(step, keeps_output=True))),
         ]
         others = self._changed(change for change in tried if change.job != job)
         yield from ((words, self.need(query)) for words, query in others)
-        for words, batch, length in (("twice the micro-batch", 2, 1), ("twice the sequence", 1, 2)):
+        larger = [("twice the micro-batch", 2, 1), ("twice the sequence", 1, 2)] if self.step.seq_len else []
+        for words, batch, length in larger:
             with suppress(ValueError, NotImplementedError):  # more positions than the model has
-                if self.step.seq_len:
-                    query = self.step.query(batch=batch * self.step.batch, seq_len=length * self.step.seq_len)
-                    yield words, self.need(query)
+                query = self.step.query(batch=batch * self.step.batch, seq_len=length * self.step.seq_len)
+                yield words, self.need(query)
 
     def _changed(self, tried: Iterable[Change]) -> Iterator[tuple[str, PlanQuery]]:
         for change in tried:
@@ -217,17 +219,18 @@ def _choices(query: PlanQuery) -> Choices:
     return choices
 
 
-_FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
-# Phases of a recording that a plan has, too.
-_PHASES = dict.fromkeys((Phase.FORWARD, Phase.LOSS), _FORWARD) | {
-    Phase.BACKWARD: _BACKWARD,
-    Phase.RECOMPUTATION: _BACKWARD,
-    Phase.OPTIMIZER: _OPTIMIZER,
+# Phases of a recording that a plan has, too, as the plan has them.
+_PHASES = {
+    Phase.FORWARD: Phase.FORWARD,
+    Phase.LOSS: Phase.FORWARD,
+    Phase.BACKWARD: Phase.BACKWARD,
+    Phase.RECOMPUTATION: Phase.BACKWARD,
+    Phase.OPTIMIZER: Phase.OPTIMIZER,
 }
 
 
-def _phase(stretch: str) -> str:
-    return next((phase for phase in (_BACKWARD, _OPTIMIZER) if phase in stretch), _FORWARD)
+def _phase(stretch: str) -> Phase:
+    return next((phase for phase in (Phase.BACKWARD, Phase.OPTIMIZER) if phase in stretch), Phase.FORWARD)
 
 
 def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) -> Parts:
@@ -267,24 +270,30 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
             f"{write_bytes(wants)} of weights. Give the --model, --dtype, --precision and --gpus that ran.",
         )
     last = max(blocks, key=lambda block: block.born)
-    tensors = planned.alive_like(_recorded(blocks, parts), _PHASES.get(parts.named[last].phase, ""))
+    tensors = planned.alive_like(_by_group(_recorded(blocks, parts)), _PHASES.get(parts.named[last].phase))
     parts = _named_alike(blocks, parts, tensors)
-    real, plan = _recorded(blocks, parts), _by_group((each.kind, each.size) for each in tensors)
+    recorded = _recorded(blocks, parts)
+    real, plan = _by_group(recorded), _by_group(tensors)
     compared = {group: (real[group], plan[group]) for group in GROUPS if real[group] or plan[group]}
-    return parts, Comparison(total, at, compared, tuple(_layers(blocks, parts, tensors)))
+    return parts, Comparison(total, at, compared, tuple(_layers(recorded, tensors)))
 
 
-def _recorded(blocks: Iterable[Block], parts: Parts) -> Counter[str]:
-    return _by_group((parts.named[block].kind, block.size) for block in blocks)
+def _recorded(blocks: Iterable[Block], parts: Parts) -> list[Compared]:
+    return [Compared(block.size, parts.named[block].kind, parts.named[block].layer) for block in blocks]
 
 
-def _by_group(sizes: Iterable[tuple[MemoryKind, int]]) -> Counter[str]:
-    return totals((_GROUP_OF[kind], size) for kind, size in sizes)
+def _by_group(tensors: Iterable[Compared]) -> Counter[str]:
+    return totals((_GROUP_OF[tensor.kind], tensor.size) for tensor in tensors)
 
 
-def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Parts:
+def _activations_by_layer(tensors: Iterable[Compared]) -> Counter[int]:
+    activations = (tensor for tensor in tensors if tensor.kind is MemoryKind.ACTIVATIONS)
+    return totals((tensor.layer, tensor.size) for tensor in activations if tensor.layer is not None)
+
+
+def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[Compared]) -> Parts:
     """Return `parts` with the blocks named whose stack tells nothing: by a tensor of the size, in the same order."""
-    waiting: dict[int, list[PlannedBlock]] = defaultdict(list)
+    waiting: dict[int, list[Compared]] = defaultdict(list)
     for each in tensors:
         waiting[round_up(each.size)].append(each)
     named = dict(parts.named)
@@ -298,17 +307,9 @@ def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[Planne
     return replace(parts, named=named)
 
 
-def _layers(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Iterator[str]:
+def _layers(recorded: Iterable[Compared], planned: Iterable[Compared]) -> Iterator[str]:
     """Yield a line for each group of neighbouring layers whose activations differ from their plan alike."""
-    recorded = ((parts.named[block], block.size) for block in blocks)
-    real = totals(
-        (named.layer, size)
-        for named, size in recorded
-        if named.layer is not None and named.kind is MemoryKind.ACTIVATIONS
-    )
-    plan = totals(
-        (each.layer, each.size) for each in tensors if each.layer is not None and each.kind is MemoryKind.ACTIVATIONS
-    )
+    real, plan = _activations_by_layer(recorded), _activations_by_layer(planned)
     if not real or max(real) != max(plan, default=-1):
         return  # layers of the recording are not known, or they are others
     off = ((real[layer] - plan[layer], layer) for layer in range(max(real) + 1))

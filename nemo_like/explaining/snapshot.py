@@ -11,7 +11,7 @@ import pickle
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -154,15 +154,11 @@ class Timeline:
 
         `back`: the event at which it is there again; default: never.
         """
-        less = array("q", bytes(8 * (len(self.active) + 1)))
-        for block, since in blocks.items():
-            until = (back or {}).get(block, block.died)
-            since = max(block.born, since)
-            if until is None or until > since:
-                less[since + 1] -= block.size
-                if until is not None:
-                    less[until + 1] += block.size
-        return max(size + gone for size, gone in zip(self.active, accumulate(less)))
+        spans = (
+            (max(block.born, since), (back or {}).get(block, block.died), block.size) for block, since in blocks.items()
+        )
+        gone = _over_time((each for each in spans if each[1] is None or each[1] > each[0]), len(self.trace))
+        return max(size - less for size, less in zip(self.active, gone))
 
 
 def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
@@ -179,17 +175,15 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     notes = _overlaps(segments)
     alive = {block.address: block for block in _blocks_at_the_end(segments)}
     done, missing = list[Block](), 0
-    for number in range(len(trace) - 1, -1, -1):
-        event = trace[number]
+    for number, event in zip(reversed(range(len(trace))), reversed(trace)):
         action, address = event["action"], event.get("addr", 0)
         if action == "alloc":
             block = alive.pop(address, None)
-            if block is None:
-                missing += 1
-                continue
-            block.born, block.requested = number, event["size"]
-            block.frames, block.stream = event.get("frames") or block.frames, event.get("stream", block.stream)
-            done.append(block)
+            missing += block is None
+            if block is not None:
+                block.born, block.requested = number, event["size"]
+                block.frames, block.stream = event.get("frames") or block.frames, event.get("stream", block.stream)
+                done.append(block)
         elif action == _FREED:
             missing += address in alive
             alive[address] = Block(
@@ -208,17 +202,26 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     if missing:
         notes.append(f"{missing:,} of {len(trace):,} events do not fit together: some are lost.")
     blocks = [*alive.values(), *done]
-    change = array("q", bytes(8 * (len(trace) + 1)))
-    for block in blocks:
-        change[block.born + 1] += block.size
-        if block.died is not None:
-            change[block.died + 1] -= block.size
+    active = _over_time(((block.born, block.died, block.size) for block in blocks), len(trace))
     grown = [_GROWS.get(event["action"], 0) * event["size"] for event in trace]
     start = sum(segment["total_size"] for segment in segments) - sum(grown)
     if start < 0:
         notes.append("The trace gives segments back that it never took: its beginning is lost.")
-    active, reserved = array("q", accumulate(change)), array("q", accumulate(grown, initial=start))
+    reserved = array("q", accumulate(grown, initial=start))
     return Timeline(device, trace, segments, blocks, active, reserved, notes)
+
+
+def _over_time(spans: Iterable[tuple[int, int | None, int]], events: int) -> array[int]:
+    """Return the bytes at the start and after each event.
+
+    spans: of each block the event that makes it, the one that frees it (None: it stays), and its bytes.
+    """
+    change = array("q", bytes(8 * (events + 1)))
+    for since, until, size in spans:
+        change[since + 1] += size
+        if until is not None:
+            change[until + 1] -= size
+    return array("q", accumulate(change))
 
 
 def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:
@@ -255,10 +258,11 @@ def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
 
 # A snapshot without names that tell whose it is: for sending it to others.
 
-_SEGMENT = ("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable")
-_BLOCK = ("address", "size", "requested_size")
-# Numbers that are kept; all others of a snapshot are left out.
-_EVENT = ("addr", "size", "stream", "device_free")
+# Numbers that are kept, of segments, blocks and events; all others of a snapshot are left out.
+_NUMBERS = (
+    *("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable"),
+    *("size", "requested_size", "addr", "device_free"),
+)
 _WORDS = {"segment_type", "state", "action"}
 _OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
 
@@ -283,20 +287,17 @@ def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
         return stacks[id(frames)]
 
     segments = [
-        _kept(segment, _SEGMENT)
-        | {"blocks": [_kept(block, _BLOCK) | {"frames": stack_of(block)} for block in segment["blocks"]]}
+        _kept(segment) | {"blocks": [_kept(block) | {"frames": stack_of(block)} for block in segment["blocks"]]}
         for segment in snapshot["segments"]
     ]
-    traces = [
-        [_kept(event, _EVENT) | {"frames": stack_of(event)} for event in trace] for trace in snapshot["device_traces"]
-    ]
+    traces = [[_kept(event) | {"frames": stack_of(event)} for event in trace] for trace in snapshot["device_traces"]]
     with open(path, "wb") as file:
         pickle.dump({"segments": segments, "device_traces": traces}, file, protocol=4)
 
 
-def _kept(part: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _kept(part: Mapping[str, Any]) -> dict[str, Any]:
     words = {name: part[name] for name in _WORDS if isinstance(part.get(name), str) and part[name].isidentifier()}
-    return words | {name: part[name] for name in names if isinstance(part.get(name), int)}
+    return words | {name: part[name] for name in _NUMBERS if isinstance(part.get(name), int)}
 
 
 def _frame(frame: Any, names: dict[str, str]) -> dict[str, Any]:

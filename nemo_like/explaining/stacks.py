@@ -142,26 +142,20 @@ def phase_of(frames: Frames, *, recorded: bool) -> Phase:
     return Phase.LOSS if any(word in names for word in ("loss", "cross_entropy", "softmax")) else Phase.SCRIPT
 
 
-class Sources:
-    """Classes around lines of source files."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[int, int, str]]] = {}
-
-    def class_at(self, filename: str, line: int) -> str:
-        """Return the name of the innermost class whose function has `line`, or nothing."""
-        if filename not in self._spans:
-            self._spans[filename] = list(_functions(_tree(filename)))
-        inside = [name for first, last, name in self._spans[filename] if first <= line <= last]
-        return inside[-1] if inside else ""
+def class_at(filename: str, line: int) -> str:
+    """Return the name of the innermost class whose function has `line`, where the source is at hand; else nothing."""
+    inside = [name for first, last, name in _methods(filename) if first <= line <= last]
+    return inside[-1] if inside else ""
 
 
-def _tree(filename: str) -> ast.AST:
+@functools.lru_cache(maxsize=256)
+def _methods(filename: str) -> list[tuple[int, int, str]]:
+    """Return the first and last line of each function within a class, and the name of the class."""
     path = Path(filename)
     if path.suffix == ".py" and path.is_file():
         with suppress(SyntaxError, ValueError, RecursionError):
-            return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-    return ast.Module([], [])
+            return list(_functions(ast.parse(path.read_text(encoding="utf-8", errors="replace"))))
+    return []
 
 
 def _functions(node: ast.AST, name: str = "") -> Any:
@@ -190,15 +184,15 @@ def operator_of(frames: Frames) -> str:
     return inner or next((name for name in names if name not in ("forward", "<module>")), "")
 
 
-def place_of(frames: Frames, sources: Sources | None = None) -> str:
-    """Return the file and line of the call to PyTorch, with its class where the source is at hand."""
+def place_of(frames: Frames, *, with_class: bool = False) -> str:
+    """Return the file and line of the call to PyTorch; `with_class`: with its class, where the source is at hand."""
     telling = _telling(frames)
     mine = (f for f in telling if not in_package(text_of(f, "filename")).startswith("torch/"))
     frame = next(mine, telling[0] if telling else None)
     if frame is None:
         return ""
     filename, line = text_of(frame, "filename"), line_of(frame)
-    inside = "" if sources is None else sources.class_at(filename, line)
+    inside = class_at(filename, line) if with_class else ""
     return f"{inside} {in_package(filename).rpartition('/')[2]}:{line}".strip()
 
 

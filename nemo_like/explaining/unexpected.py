@@ -2,7 +2,7 @@
 
 from bisect import bisect, bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like._util.table import byte_word
@@ -50,13 +50,14 @@ def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
     for block, each in parts.named.items():
         if each.phase is Phase.FORWARD and block.born > BEFORE:
             begins[each.step] = min(block.born, begins.get(each.step, block.born))
+    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
     causes = [
-        _old_gradients(timeline, parts, begins),
+        _old_gradients(timeline, parts, begins, updates),
         _old_outputs(timeline, parts, begins),
         _copies(timeline, parts),
         _waiting(timeline),
         _saving(timeline, parts),
-        *_growth(timeline, parts, begins),
+        *_growth(timeline, parts, begins, updates),
         _idle_stream(timeline),
         _fragments(timeline),
     ]
@@ -87,14 +88,14 @@ def _of_steps(parts: Parts, blocks: Mapping[Block, int]) -> dict[Block, int]:
     return {block: since for block, since in blocks.items() if parts.named[block].step > BEFORE}
 
 
-def _old_gradients(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Unexpected | None:
-    """Gradients that an optimizer has used, from where the next forward begins."""
-    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
+def _old_gradients(
+    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
+) -> Unexpected | None:
+    """Gradients that an optimizer has used, from where the next forward begins; `updates`: its allocations, in order."""
     gone_from = {
         block: since
         for block, since in _left_behind(parts, begins, (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS)).items()
-        if parts.named[block].kind is MemoryKind.OLD_GRADIENTS
-        or bisect(updates, block.born) < bisect_left(updates, since)
+        if parts.named[block].kind is MemoryKind.OLD_GRADIENTS or _any_between(block.born, since, updates)
     }
     return _cause(
         timeline,
@@ -180,22 +181,23 @@ def _idle_stream(timeline: Timeline) -> Unexpected | None:
     )
 
 
-def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iterable[Unexpected | None]:
+def _growth(
+    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
+) -> Iterable[Unexpected | None]:
     """Blocks that each step leaves behind, by their place in the source."""
     places: dict[str, dict[Block, int]] = defaultdict(dict)
     for block, since in _of_steps(parts, _left_behind(parts, begins, _LEFT)).items():
         places[place_of(block.frames)][block] = since
     for place, blocks in places.items():
         if len({parts.named[block].step for block in blocks}) >= _STEPS:
-            which = "micro-batch" if _accumulates(parts, blocks) else "step"
+            born = [block.born for block in blocks]
+            which = "step" if _any_between(min(born), max(born), updates) else "micro-batch"
             yield _cause(timeline, "growth", blocks, f"each {which} leaves some behind, made at {place}")
 
 
-def _accumulates(parts: Parts, blocks: Iterable[Block]) -> bool:
-    """Return whether no optimizer ran between these blocks, of which each forward made some."""
-    born = sorted(block.born for block in blocks)
-    updates = (block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
-    return not any(born[0] < update < born[-1] for update in updates)
+def _any_between(first: int, last: int, events: Sequence[int]) -> bool:
+    """Return whether one of the `events`, which are in order, is between two others."""
+    return bisect(events, first) < bisect_left(events, last)
 
 
 def _fragments(timeline: Timeline) -> Unexpected | None:
@@ -240,9 +242,14 @@ class Cure:
 
 def cures_of(timeline: Timeline, parts: Parts) -> list[Cure]:
     """Return the changes that lower the peak by a hundredth or more, the strongest first."""
-    peak = timeline.active[timeline.peak_at + 1]
     tried = [*_recomputed(timeline, parts), *_lighter_state(timeline, parts)]
-    return sorted((each for each in tried if each.peak_after <= (1 - _SAVES) * peak), key=lambda each: each.peak_after)
+    return strongest(tried, timeline.active[timeline.peak_at + 1])
+
+
+def strongest(tried: Iterable[Cure], peak: int) -> list[Cure]:
+    """Return those that save a hundredth of `peak` or more, the strongest first."""
+    enough = (cure for cure in tried if cure.peak_after <= (1 - _SAVES) * peak)
+    return sorted(enough, key=lambda cure: (cure.peak_after, cure.change))
 
 
 def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
@@ -277,19 +284,15 @@ def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
 def reserved_if_expandable(timeline: Timeline, memory: int) -> int | None:
     """Return the bytes that a GPU with `memory` bytes reserves if its segments are expandable; None: it runs out."""
     allocator = CachingAllocator(AllocatorConfig(expandable_segments=True), memory)
-    at_event: list[list[tuple[bool, Block]]] = [[] for _ in range(len(timeline.trace) + 1)]
-    for block in timeline.blocks:
-        at_event[block.born + 1].append((True, block))
-        if block.died is not None:
-            at_event[block.died + 1].append((False, block))
+    begun = [(block.born, block) for block in timeline.blocks]
+    ended = [(block.died, block) for block in timeline.blocks if block.died is not None]
     held: dict[Block, MemoryBlock] = {}
     try:
-        for events in at_event:
-            for is_made, block in sorted(events, key=lambda event: event[1].address):
-                if is_made:
-                    held[block] = allocator.allocate(max(1, block.requested), str(block.stream))
-                else:
-                    allocator.free(held.pop(block))
+        for number, block in sorted(begun + ended, key=lambda event: (event[0], event[1].address)):
+            if number == block.born:
+                held[block] = allocator.allocate(max(1, block.requested), str(block.stream))
+            else:
+                allocator.free(held.pop(block))
     except DeviceMemoryError:
         return None
     return allocator.peak_reserved

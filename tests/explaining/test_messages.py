@@ -15,10 +15,10 @@ from nemo_like.explaining.messages import ModelSizes, OutOfMemory, causes, read_
 
 PUBLIC = {entry["source"]: entry for entry in json.loads(Path(__file__).with_name("oom_messages.json").read_text())}
 GIB, MIB = 1 << 30, 1 << 20
-QWEN = ModelSizes(152064, 3584, 18944, 28, 28, 4, 128)
+QWEN = ModelSizes(152064, 3584, 18944, 28, 4, 128)
 SIZES = {
-    "llama3-8b": ModelSizes(128256, 4096, 14336, 32, 32, 8, 128),
-    "gpt-oss-20b": ModelSizes(201088, 2880, 2880, 24, 64, 8, 64),
+    "llama3-8b": ModelSizes(128256, 4096, 14336, 32, 8, 128),
+    "gpt-oss-20b": ModelSizes(201088, 2880, 2880, 64, 8, 64),
     "qwen2-7b": QWEN,
     "qwen2.5-vl-7b": QWEN,
 }
