@@ -301,14 +301,12 @@ class HeldOutText:
         self._corpus, self._seq_len, count = corpus, seq_len, min(samples, windows)
         self.starts = [i * windows // count * seq_len for i in range(count)]  # the first token's place of each
         self.targets = count * seq_len  # in all windows
+        # Unigram entropy of the targets, nats: a model that ignores context gets no lower loss.
+        self.entropy = unigram_entropy(self.batch(range(count)).targets)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The windows with these numbers."""
         return read_windows(self._corpus, [self.starts[i] for i in numbers], self._seq_len)
-
-    def entropy(self) -> float:
-        """Unigram entropy of the targets, nats: a model that ignores context gets no lower loss."""
-        return unigram_entropy(self.batch(range(len(self.starts))).targets)
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:

@@ -75,13 +75,11 @@ class LossLog:
         self._unread.append(torch.stack([loss, norm.to(loss.device)]))
 
     def read(self) -> None:
-        """Bring the added numbers from the device and take the mean over ranks. A collective.
+        """Bring the added numbers, one step's at least, from the device and take the mean over ranks. A collective.
 
         Raises:
             DivergedError: a loss or norm is infinite or NaN; on every rank.
         """
-        if not self._unread:
-            return
         unread, self._unread = torch.stack(self._unread).double(), []  # (steps, 2)
         for loss, norm in (self._ranks.sum(unread) / self._ranks.world_size).tolist():
             if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.interrupt import Interrupt
 from nemo_like._util.live_bytes import memory_kind
@@ -68,17 +66,16 @@ class Pretraining:
         self._asked: Callable[[], int] = lambda: 0  # The largest number of a signal that a rank had a step before.
         with ranks.together("cutting the text into samples"):
             self.rows = TextRows(text.train, options.seq_len, options.global_batch, options.seed)
-            self.held_out: HeldOutText | None = None
-            if options.eval_samples:
-                self.held_out = HeldOutText(text.held_out, options.seq_len, options.eval_samples)
-        self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
+            samples = options.eval_samples
+            self.held_out = HeldOutText(text.held_out, options.seq_len, samples) if samples else None
         check_positions(getattr(model, "config", None), "--seq-len", options.seq_len)
         device = device_at_hand(ranks.device.type)
         self.utilisation = Utilisation.for_model(model, device, options.job().precision)
         self.options = options = with_sync(options, model, device.memory_bytes)
         with self._advice():
             self._make_ready(model)
-            self._begin()
+            self._resume()
+        self.log = LossLog(ranks, self.step)
 
     # --- from options to the first step -------------------------------------------------------------------------------
 
@@ -113,26 +110,21 @@ class Pretraining:
     def _advice(self) -> contextlib.AbstractContextManager[None]:
         return advice_on_memory(PlannedStep(self.source, self.options, self.ranks))
 
-    def _begin(self) -> None:
-        """Go on from a checkpoint, where ``--resume`` is given.
+    def _resume(self) -> None:
+        """Open the folder of checkpoints, if any; with ``--resume`` fill weights and optimizer from the newest one.
 
         Raises:
             ValueError: a checkpoint of another run, or one where none was expected, or the other way round.
             CheckpointError: there are checkpoints to resume from, and none can be read.
         """
         options = self.options
-        if options.checkpoint_dir is not None:
-            self.store = CheckpointStore(
-                options.checkpoint_dir, self.ranks, keep=options.keep, background=not options.sync_save
-            )
-            self._resume(self.store)
-        self.first_step = self.step
-        self.log = LossLog(self.ranks, self.first_step)
-
-    def _resume(self, store: CheckpointStore) -> None:
-        """Fill weights and optimizer from the newest checkpoint in `store`, as far as ``--resume`` has it."""
-        resume, folder = self.options.resume, str(store.folder)
-        if resume == "no":
+        if options.checkpoint_dir is None:
+            return
+        self.store = store = CheckpointStore(
+            options.checkpoint_dir, self.ranks, keep=options.keep, background=not options.sync_save
+        )
+        folder = str(store.folder)
+        if options.resume == "no":
             newest = self.ranks.largest(max(store.steps(), default=-1))
             if newest >= 0:
                 raise ValueError(
@@ -146,7 +138,7 @@ class Pretraining:
                 about, self.about, "Give the same again, or start again with another --checkpoint-dir."
             ),
         )
-        if step is None and resume == "must":
+        if step is None and options.resume == "must":
             raise ValueError(
                 f"--resume finds no checkpoint in {folder!r}. Check --checkpoint-dir, or write --resume=auto to start again "
                 "where there is none."
@@ -165,8 +157,7 @@ class Pretraining:
         options = self.options
         progress = Progress(options.steps, self.ranks.device)
         with self._advice(), Interrupt() as stop:
-            for line in self._introduction():
-                progress.say(line)
+            self._introduce(progress)
             try:
                 while self.step < options.steps and not self.interrupted:
                     self._advance(progress, stop)
@@ -180,19 +171,22 @@ class Pretraining:
                 saved = "" if self.store is None else f"; the checkpoint of step {self.step} is complete"
                 progress.say(f"Stopped by {signal.Signals(self.interrupted).name} after step {self.step}{saved}.")
 
-    def _introduction(self) -> Iterator[str]:
+    def _introduce(self, progress: Progress) -> None:
         options, text = self.options, self.text
-        yield (
+        progress.say(
             f"{self.source.name}: {self.parameters:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
             f"ac={options.ac}, {options.precision}"
         )
-        yield f"text: {text.name}, {text.train.size:,} {self.unit}s to train on, {text.held_out.size:,} held out"
-        if self.unigram_entropy is not None:
-            yield f"{self.unit}-unigram entropy of the held-out samples: {self.unigram_entropy:.4f} nats per {self.unit}"
-        yield self.utilisation.words
+        progress.say(
+            f"text: {text.name}, {text.train.size:,} {self.unit}s to train on, {text.held_out.size:,} held out"
+        )
+        if self.held_out is not None:
+            entropy = f"{self.held_out.entropy:.4f} nats per {self.unit}"
+            progress.say(f"{self.unit}-unigram entropy of the held-out samples: {entropy}")
+        progress.say(self.utilisation.words)
         if self.step:
             left = "" if self.step < options.steps else f"; --steps is {options.steps}, so nothing is left to train"
-            yield f"resumed after step {self.step}{left}"
+            progress.say(f"resumed after step {self.step}{left}")
 
     def _advance(self, progress: Progress, stop: Interrupt) -> None:
         """Run one step, then its report, evaluation and checkpoint, where due."""
@@ -200,7 +194,7 @@ class Pretraining:
         start = time.perf_counter()
         self._train_step()
         self.step += 1
-        first, last = self.step == self.first_step + 1, self.step == options.steps
+        first, last = self.step == self.log.first_step + 1, self.step == options.steps
         if not last:
             # All ranks stop after the same step. No rank waits: others' signals are known a step later.
             asked, self._asked = self._asked, self.ranks.largest_later(stop.requested)
@@ -244,9 +238,9 @@ class Pretraining:
             if self.pipeline is not None:
                 total = self.pipeline.step(**batch.with_labels())
                 continue
-            with synced_only_if(self.model, self.options.sync == "every" or micro == passes - 1):
-                loss = self._loss(self.model, batch) / passes  # DDP and FSDP2 take the mean over the ranks
-                loss.backward()
+            set_gradient_sync(self.model, self.options.sync == "every" or micro == passes - 1)
+            loss = self._loss(self.model, batch) / passes  # DDP and FSDP2 take the mean over the ranks
+            loss.backward()
             total += loss.detach()
         return total
 
@@ -297,9 +291,9 @@ class Pretraining:
         """The run as JSON values. Losses are nats per token (or byte); `peak_bytes` has one number per rank."""
         return {
             "losses": self.log.losses,
-            "first_step": self.first_step,
+            "first_step": self.log.first_step,
             "eval_losses": self.eval_losses,
-            "unigram_entropy": self.unigram_entropy,
+            "unigram_entropy": None if self.held_out is None else self.held_out.entropy,
             "peak_bytes": peak_bytes,
             "peak_bytes_are": memory_kind(self.ranks.device),
             "tokens_per_second": self.tokens_per_second,
@@ -365,18 +359,6 @@ def make_optimizer(model: nn.Module, options: PretrainOptions) -> torch.optim.Ad
         betas=(options.beta1, options.beta2),
         **forms.get(options.optimizer, {}),
     )
-
-
-@contextlib.contextmanager
-def synced_only_if(model: nn.Module, sync: bool) -> Iterator[None]:
-    """Reduce gradients over ranks in this backward only where `sync`; else add them up locally, unsharded."""
-    if isinstance(model, DistributedDataParallel) and not sync:
-        with model.no_sync():
-            yield
-        return
-    if isinstance(model, FSDPModule):
-        set_gradient_sync(model, sync)
-    yield
 
 
 def learning_rate(options: PretrainOptions, step: int) -> float:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
-WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
+# `finetune` has no --checkpoint-dir: it always writes checkpoints, to --output.
+WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: getattr(options, "checkpoint_dir", "") is not None)
 # By the part of a job: the option without which nothing reads the options of that part. `finetune` has no --strategy.
 NEEDS = {
     "strategy": Need("--strategy fsdp2", lambda options: getattr(options, "strategy", "fsdp2") == "fsdp2"),
@@ -50,7 +51,7 @@ def with_flags(command: str) -> Callable[[type[AnyOptions]], type[AnyOptions]]:
     """Return the decorator of a class of options that has all flags that `command` takes (see `Flag.on`)."""
 
     def decorate(cls: type[AnyOptions]) -> type[AnyOptions]:
-        for name in [name for name in flags_on(command) if name not in cls.__annotations__]:
+        for name in [name for name in flags_on(command) if not hasattr(cls, name)]:
             known = FLAGS[name]
             cls.__annotations__[name] = known.kind.__name__ + (" | None" if known.default is None else "")
             setattr(cls, name, job_option(name))
@@ -71,6 +72,27 @@ class SharedOptions(Options):
         choices=("no", "must", "auto"),
         nargs="?",
         const="must",
+    )
+    ac: str = job_option("ac", trainer="ac")
+    cp: int = job_option("cp", trainer="cp")
+    grad_accum: int = job_option("grad_accum", trainer="gradient_accumulation_steps")
+    clip: float = option(1.0, "clip the gradient to this norm; 0 clips nothing", least=0, trainer="max_grad_norm")
+    seed: int = option(0, "seed of new weights, data order and dropout", least=0, trainer="seed")
+    eval_samples: int = option(64, "most held-out samples of an evaluation; 0 evaluates nothing", least=0)
+    log_every: int = option(10, "steps between reports of the loss", least=1, trainer="logging_steps")
+    save_every: int = option(
+        100,
+        "steps between checkpoints; the last step has one too",
+        least=1,
+        needs=WITH_CHECKPOINTS,
+        trainer="save_steps",
+    )
+    keep: int = option(
+        2,
+        "complete checkpoints to keep; older ones are deleted",
+        least=1,
+        needs=WITH_CHECKPOINTS,
+        trainer="save_total_limit",
     )
 
 
@@ -103,7 +125,6 @@ class PretrainOptions(SharedOptions):
         choices=("host", "sharded"),
     )
     strategy: str = job_option("strategy")
-    ac: str = job_option("ac")
     loss: str = job_option("loss")
     precision: str = job_option("precision")
     optimizer: str = job_option("optimizer", choices=ADAMW)
@@ -117,12 +138,10 @@ class PretrainOptions(SharedOptions):
         needs=Need("--tp above 1", lambda options: options.tp > 1),
         action=argparse.BooleanOptionalAction,
     )
-    cp: int = job_option("cp")
     pp: int = job_option("pp")
     pp_schedule: str = job_option("pp_schedule")
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
     global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
-    grad_accum: int = job_option("grad_accum")
     sync: str = option(
         "auto",
         "micro-batches of --grad-accum that reduce gradients over the ranks: every | last | auto: every one where whole "
@@ -145,20 +164,9 @@ class PretrainOptions(SharedOptions):
     weight_decay: float = option(0.1, "AdamW's weight decay, on parameters with two dims or more", least=0)
     beta1: float = option(0.9, "AdamW's first decay rate", least=0, below=1)
     beta2: float = option(0.95, "AdamW's second decay rate", least=0, below=1)
-    clip: float = option(1.0, "clip the gradient to this norm; 0 clips nothing", least=0)
-    seed: int = option(0, "seed of weights, data order and dropout", least=0)
     eval_every: int = option(50, "steps between evaluations on held-out samples; 0: only after the last step", least=0)
-    eval_samples: int = option(64, "held-out samples per evaluation; 0 evaluates nothing", least=0)
-    log_every: int = option(10, "steps between reports of the loss", least=1)
     json: str | None = option(None, "write a summary of the run to this file")
     checkpoint_dir: str | None = option(None, "folder for checkpoints, on storage that all nodes share")
-    save_every: int = option(
-        100,
-        "steps between checkpoints (with --checkpoint-dir); the last step has one too",
-        least=1,
-        needs=WITH_CHECKPOINTS,
-    )
-    keep: int = option(2, "complete checkpoints to keep; older ones are deleted", least=1, needs=WITH_CHECKPOINTS)
     sync_save: bool = option(
         False, "write checkpoints before training goes on, rather than during training", needs=WITH_CHECKPOINTS
     )
@@ -235,10 +243,6 @@ class PretrainOptions(SharedOptions):
         return replace(self, optimizer="adamw-fused") if fused else self
 
     @property
-    def _of_job(self) -> tuple[str, ...]:
-        return tuple(name for name in FLAGS if hasattr(self, name) and name != "schedule")
-
-    @property
     def warmup(self) -> int:
         """Steps of warm-up."""
         return min(20, self.steps) if self.warmup_steps is None else self.warmup_steps
@@ -256,7 +260,7 @@ class PretrainOptions(SharedOptions):
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
         from nemo_like.recipes.loss import planned_loss
 
-        settings = {name: getattr(self, name) for name in self._of_job} | {"drop_output": True}
+        settings = {name: getattr(self, name) for name in FLAGS if hasattr(self, name)} | {"drop_output": True}
         settings["sync"] = self.sync if self.sync in SYNC else "last"
         settings["sequence_parallel"] = bool(self.sequence_parallel)
         job = job_of(settings, **fields)
@@ -315,10 +319,8 @@ class FinetuneOptions(SharedOptions):
         needs=_ADAPTERS,
     )
     merge: bool = option(False, "also write the whole model with the adapters added to its weights", needs=_ADAPTERS)
-    ac: str = job_option("ac", trainer="ac")
     scope: str = job_option("scope", trainer="ac_scope")
     offload: str = job_option("offload", trainer="offload")
-    cp: int = job_option("cp", trainer="cp")
     fit: bool = option(
         False,
         "first choose the fastest --ac, --batch-size and --grad-accum that fit, by prediction, for as many samples",
@@ -346,7 +348,6 @@ class FinetuneOptions(SharedOptions):
         trainer="packing",
     )
     batch_size: int = option(8, "samples of a rank and micro-batch", least=1, trainer="per_device_train_batch_size")
-    grad_accum: int = job_option("grad_accum", trainer="gradient_accumulation_steps")
     steps: int = option(0, "steps of the whole run; 0: as many as --epochs take", least=0)
     epochs: float = option(1.0, "passes over the data, where --steps is 0", least=0, trainer="num_train_epochs")
     optimizer: str = job_option(
@@ -357,13 +358,7 @@ class FinetuneOptions(SharedOptions):
     )
     warmup_steps: int = option(10, "steps of linear warm-up", least=0)
     weight_decay: float = option(0.0, "of the optimizer", least=0, trainer="weight_decay")
-    clip: float = option(1.0, "clip the gradient to this norm; 0 clips nothing", least=0, trainer="max_grad_norm")
-    seed: int = option(0, "seed of adapters, data order and dropout", least=0, trainer="seed")
     eval_every: int = option(50, "steps between evaluations on held-out samples", least=1, trainer="eval_steps")
-    eval_samples: int = option(64, "most samples to hold out; 0 evaluates nothing", least=0)
-    log_every: int = option(10, "steps between reports of the loss", least=1, trainer="logging_steps")
-    save_every: int = option(100, "steps between checkpoints; the last step has one too", least=1, trainer="save_steps")
-    keep: int = option(2, "checkpoints to keep; older ones are deleted", least=1, trainer="save_total_limit")
     tensorboard: bool = option(False, "log for TensorBoard, too")
     wandb: str | None = option(None, "log to this project of Weights & Biases, too")
 

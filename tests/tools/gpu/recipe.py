@@ -54,7 +54,7 @@ def check(run: Run) -> None:
     with run.guarded("resumed"):
         begun = time.perf_counter()
         second = _run(PretrainOptions(**options, resume="must"))
-        steps, wanted = f"{second.job.first_step}, {second.job.step}", f"{STOP}, {STEPS}"
+        steps, wanted = f"{second.job.log.first_step}, {second.job.step}", f"{STOP}, {STEPS}"
         run.row("resumed: first and last step", wanted, steps, ok=steps == wanted)
         run.row("resumed: all of it", None, time.perf_counter() - begun, "s", load=second.load)
         losses = first.job.log.losses[0], second.job.log.losses[-1]
