@@ -12,31 +12,26 @@ import torch
 from nemo_like._util.console import flag
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed import get_model_state
-from nemo_like.distributed.weights.tensor_locations import in_boxes
+from nemo_like.distributed import get_model_state, get_optimizer_state
 
 # These may change on purpose (train longer, with another rate); the change is logged.
 _MAY_CHANGE = "steps lr schedule warmup_steps lr_floor weight_decay beta1 beta2 clip precision".split()  # noqa: SIM905
 
 
-def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return weights, buffers and moments by the original model's names: the tensors themselves, so a load fills them."""
+def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return weights, buffers and moments by the original model's names: the tensors themselves, so a load fills them.
+
+    Second comes the state for `set_optimizer_state` that has the same moments: those of parameters without a step so far
+    are not the optimizer's yet.
+    """
     weights = get_model_state(model)  # first: it has every FSDP2 unit show its shards, which the optimizer knows
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    moments: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in bare(model).named_parameters():
-        if parameter.requires_grad:
-            if id(parameter) not in optimized:
-                raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
-            kept = optimizer.state[parameter]
-            if not kept:  # not made yet: as AdamW begins, and in its order, which is that of the file
-                kept |= {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            moments[name] = {key: in_boxes(value) for key, value in kept.items()}
-    return {"model": weights, "optimizer": moments}
+        if parameter.requires_grad and id(parameter) not in optimized:
+            raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
+    moments = get_optimizer_state(model, optimizer)
+    # The groups' options follow from the job's, and the learning rate from the step.
+    return {"model": weights, "optimizer": moments["state"]}, moments
 
 
 def about_run(options: Any, files: str, model: torch.nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nemo_like._util.interrupt import Interrupt
 from nemo_like._util.live_bytes import memory_kind
 from nemo_like._util.log import say_once
 from nemo_like._util.rng import seed_all
+from nemo_like.distributed import set_optimizer_state
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
@@ -132,8 +133,9 @@ class Pretraining:
                     "another --checkpoint-dir."
                 )
             return
+        state, moments = gather_state(self.model, self.optimizer)
         step = store.load(
-            gather_state(self.model, self.optimizer),
+            state,
             lambda about: check_same_run(
                 about, self.about, "Give the same again, or start again with another --checkpoint-dir."
             ),
@@ -143,6 +145,7 @@ class Pretraining:
                 f"--resume finds no checkpoint in {folder!r}. Check --checkpoint-dir, or write --resume=auto to start again "
                 "where there is none."
             )
+        set_optimizer_state(self.model, self.optimizer, moments)
         self.step = step or 0
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class Pretraining:
             self.eval_losses.append({"step": self.step, "loss": loss})
             progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per {self.unit}")
         if self.store is not None and (save or self.interrupted):
-            self.store.save(self.step, gather_state(self.model, self.optimizer), self.about)
+            self.store.save(self.step, gather_state(self.model, self.optimizer)[0], self.about)
 
     def _train_step(self) -> None:
         # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.

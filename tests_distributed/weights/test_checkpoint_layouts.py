@@ -188,7 +188,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
         where = f"{folder}/{'default' if stager else 'writer'}"
         dcp.async_save(state, checkpoint_id=where, async_stager=stager, process_group=dist.new_group()).result()
     dcp.save({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/own")
-    dcp.save(gather_state(run.model, run.optimizer), checkpoint_id=f"{folder}/job")
+    dcp.save(gather_state(run.model, run.optimizer)[0], checkpoint_id=f"{folder}/job")
     torch.save(state["model"], f"{folder}/rank{rank}.pt")
     truth = dict(_bare(name, seed=0).named_parameters())
     for key, own in torch.load(f"{folder}/rank{rank}.pt").items():

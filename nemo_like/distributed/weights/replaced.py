@@ -22,15 +22,14 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare_name
 from nemo_like.distributed.consistency_checks import differing, mesh_groups, wire_device
 
-_Reference = weakref.ref[nn.Parameter]
 # By id, the names of replaced parameters; empty again once none of them is referenced.
-_replaced: dict[int, tuple[_Reference, str]] = {}
+_replaced: dict[int, str] = {}
 
 
 class Before(NamedTuple):
     """A parameter before it is replaced, which is not kept alive."""
 
-    reference: _Reference
+    reference: weakref.ref[nn.Parameter]
     # The attributes that were set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. A class of another library has
     # its own.
     marks: dict[str, Any]
@@ -86,12 +85,8 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
 def refuse_to_step(parameter: nn.Parameter, name: str) -> None:
     """Have the step of an optimizer raise that holds `parameter`, called `name`, which is not the trained one."""
-    key = id(parameter)
-
-    def forget(_: object) -> None:
-        _replaced.pop(key, None)
-
-    _replaced[key] = weakref.ref(parameter, forget), name
+    _replaced[id(parameter)] = name
+    weakref.finalize(parameter, _replaced.pop, id(parameter), None).atexit = False
     _watch_steps()
 
 
@@ -104,7 +99,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: o
     if not _replaced:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [_replaced[id(parameter)][1] for parameter in parameters if id(parameter) in _replaced]
+    names = [_replaced[id(parameter)] for parameter in parameters if id(parameter) in _replaced]
     if names:
         raise RuntimeError(
             f"This {type(optimizer).__name__} has {len(names)} parameter(s) that parallelize() or materialize() has "
@@ -146,7 +141,7 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, _args: object, _kwargs: obje
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bool:
+def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Give every rank the first rank's parameters and buffers, where they differ; logs it once. A collective.
 
     Tensors on the meta device have no values yet (`materialize` gives every rank the same), and DTensors are another's
@@ -155,21 +150,16 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
     Args:
         model: the same names, shapes and dtypes on every rank (`check_agreement`); changed in place.
         mesh: its ranks hold one model together; None: this process alone.
-
-    Returns:
-        Whether anything was sent.
     """
     if mesh is None or mesh.size() == 1:
-        return False
+        return
     named = (*model.named_parameters(), *model.named_buffers())
     tensors = [pair for name, tensor in named for pair in _inner(name, tensor)]
-    if not tensors:
-        return False
     groups = mesh_groups(mesh)
-    others = differing([int(checksum(tensor)) for _, tensor in tensors], groups)
+    others = differing([int(checksum(tensor)) for _, tensor in tensors], groups) if tensors else []
     chosen = list(compress(tensors, others))
     if not chosen:
-        return False
+        return
     first = int(mesh.mesh.flatten()[0])
     warn_once(
         f"Ranks had different initial weights in {len(chosen)} of {len(tensors)} tensors (first: {chosen[0][0]}): every "
@@ -180,7 +170,6 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
         flat = tensor.detach().reshape(-1).view(torch.uint8)  # bytes: back ends do not know every dtype
         with torch.no_grad():
             tensor.copy_(_of_first(flat, groups, tensor.device).view(tensor.dtype).view(tensor.shape))
-    return True
 
 
 def _of_first(values: Tensor, groups: list[dist.ProcessGroup | None], device: torch.device) -> Tensor:

@@ -144,17 +144,22 @@ def set_optimizer_state(
     check_model(model)
     optimized = _optimized(model, optimizer)
     loaded = _own_part(optimizer, optimized, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
-    numbers = {name: number for number, name in enumerate(optimized)}
-    groups = [_options_of(group, loaded["param_groups"]) for group in _named_groups(optimizer, optimized)]
+    names = list(optimized)
+    groups = [
+        {
+            **_options_of({names[number] for number in group["params"]}, loaded["param_groups"]),
+            "params": group["params"],
+        }
+        for group in optimizer.state_dict()["param_groups"]
+    ]
     entries: dict[int, Any] = {}
-    for name, (parameter, _) in optimized.items():
+    for number, (name, (parameter, _)) in enumerate(optimized.items()):
         entry = loaded["state"].get(name) or {}
         if not _was_stepped(entry):  # as the constructor left it: some optimizers make their state there
             entry = optimizer.state.get(parameter) or {}
             entry = {} if _was_stepped(entry) else entry
         if entry:
-            entries[numbers[name]] = entry
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+            entries[number] = entry
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
@@ -245,9 +250,8 @@ def _from_first(value: Tensor) -> Tensor:
     return value
 
 
-def _options_of(part: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options of that one of `groups` that has the parameters of `own`."""
-    names = set(part["params"])
+def _options_of(names: set[str], groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """That one of `groups` that has the parameters called `names`; several count as one where their options are the same."""
     options = [group for group in groups if not names.isdisjoint(group["params"])]
     if len({_options(group) for group in options}) != 1:
         problem = f"are in {len(options)} groups with different options" if options else "are in no group"
@@ -255,7 +259,7 @@ def _options_of(part: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
             f"The parameters of one param group of the optimizer ({list_names(names)}) {problem} of the state to load: "
             "build the optimizer with the groups that it had."
         )
-    return {**options[0], "params": part["params"]}
+    return options[0]
 
 
 def _options(group: Mapping[str, Any]) -> str:
