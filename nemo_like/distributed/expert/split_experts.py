@@ -4,7 +4,7 @@ others and takes theirs."""
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +49,8 @@ class Experts:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the weights that each expert has its own part of: the first dim is the expert's number."""
-        rows = _fused_rows(self.module)
         parameters = self.module._parameters.items()
-        return tuple(name for name, p in parameters if p is not None and p.dim() and p.shape[0] == rows)
+        return tuple(name for name, p in parameters if p is not None and p.dim() and p.shape[0] == self.count)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -83,40 +82,40 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
     patterns = _config_plan(model)
     if patterns:
         # The plan names modules below the base model, which may itself be below a head or a multimodal model.
-        regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
-        named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
-        experts = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
+        named = _named(model, [*patterns, *(f"**.{pattern}" for pattern in patterns)])
+        rows = [(name, module, _fused_rows(module)) for name, module in named]
+        experts = tuple(Experts(name, module, count, ROUTED) for name, module, count in rows if count is not None)
         if experts:
             return experts
     return tuple(_by_structure(model))
 
 
+def _named(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose bare names one of `patterns` matches, in the model's order."""
+    regexes = [glob_to_regex(pattern) for pattern in patterns]
+    return [(name, module) for name, module in bare_modules(model) if any(r.fullmatch(name) for r in regexes)]
+
+
 def refuse_lists(model: nn.Module, size: int, plan: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError where experts of `model` that ``ep=size`` would divide are a list of modules. `plan`: as
-    `ExpertParallel.plan`."""
-    listed = next(_lists(model, plan), None)
-    if listed is None:
-        return
-    name, experts = listed
-    kind = type(bare(next(iter(experts.children())))).__name__
-    raise ValueError(
-        f"ep is {size}, and the experts {name!r} are {a_or_an(experts)} of {len(experts)} modules {kind}. A rank receives "
-        "all rows of its experts at once, and the block calls a list one expert at a time. Convert it to fused experts: "
-        "from_pretrained() of transformers 5 or newer reads such a checkpoint into fused weights (MixtralExperts and the "
-        "like); in a model of your own, write them as one module with weights (experts, ..., ...) each. Or use ep=1."
-    )
+    """Raise ValueError where experts of `model` that ``ep=size`` would divide are a list of modules.
 
-
-def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[tuple[str, nn.ModuleList | nn.ModuleDict]]:
-    """Lists of modules in the place of those that `find_experts` looks for: named by `plan`, or called ``experts``."""
+    Looks at lists in the place of the modules that `find_experts` looks for: named by `plan`, which is as
+    `ExpertParallel.plan`, or called ``experts``.
+    """
     if plan is None and any(experts.call == ROUTED for experts in find_experts(model) if _config_plan(model)):
         return
-    regexes = None if plan is None else [glob_to_regex(pattern) for pattern in plan]
-    for name, module in bare_modules(model):
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
+    for name, experts in bare_modules(model) if plan is None else _named(model, plan):
+        if not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
             continue
-        if is_list_of_experts(name, module) if regexes is None else any(regex.fullmatch(name) for regex in regexes):
-            yield name, module
+        if plan is not None or is_list_of_experts(name, experts):
+            kind = type(bare(next(iter(experts.children())))).__name__
+            raise ValueError(
+                f"ep is {size}, and the experts {name!r} are {a_or_an(experts)} of {len(experts)} modules {kind}. A rank "
+                "receives all rows of its experts at once, and the block calls a list one expert at a time. Convert it to "
+                "fused experts: from_pretrained() of transformers 5 or newer reads such a checkpoint into fused weights "
+                "(MixtralExperts and the like); in a model of your own, write them as one module with weights "
+                "(experts, ..., ...) each. Or use ep=1."
+            )
 
 
 def experts_per_token(model: nn.Module) -> int | None:
@@ -127,31 +126,32 @@ def experts_per_token(model: nn.Module) -> int | None:
 
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
     for pattern, call in plan.items():
-        regex = glob_to_regex(pattern)
-        named = [(name, module) for name, module in bare_modules(model) if regex.fullmatch(name)]
+        named = _named(model, [pattern])
         if not named:
             raise ValueError(
                 f"ExpertParallel.plan has {pattern!r}, which matches no module of this {type(model).__name__}."
             )
         for name, module in named:
-            if _fused_rows(module) is None:
+            count = _fused_rows(module)
+            if count is None:
                 raise ValueError(
                     f"ExpertParallel.plan names {name!r}, {a_or_an(module)}, whose own parameters are not fused "
                     "weights: it must have some of three dims, with the experts as the first, as many in all of them."
                 )
-            yield _experts(name, module, call)
+            yield Experts(name, module, count, call)
 
 
 def _by_structure(model: nn.Module) -> Iterator[Experts]:
     for name, module in bare_modules(model):
         parameters = [p for p in module._parameters.values() if p is not None]
-        rows, several = _fused_rows(module), sum(p.dim() == 3 for p in parameters) > 1
+        count, several = _fused_rows(module), sum(p.dim() == 3 for p in parameters) > 1
         if (
-            several
-            and all(p.dim() and p.shape[0] == rows for p in parameters)
+            count is not None
+            and several
+            and all(p.dim() and p.shape[0] == count for p in parameters)
             and (call := _call_of(module)) is not None
         ):
-            yield _experts(name, module, call)
+            yield Experts(name, module, count, call)
 
 
 def _fused_rows(module: nn.Module) -> int | None:
@@ -169,12 +169,6 @@ def _call_of(module: nn.Module) -> str | None:
         return None
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return {2: EVERY, 4: ROUTED}.get(len(positional))  # with self
-
-
-def _experts(name: str, module: nn.Module, call: str) -> Experts:
-    count = _fused_rows(module)
-    assert count is not None
-    return Experts(name, module, count, call)
 
 
 def _config_plan(model: nn.Module) -> list[str]:
@@ -237,14 +231,10 @@ def make_expert_mesh(mesh: DeviceMesh, size: int) -> ExpertMesh:
     """
     check_expert_ranks(mesh, size)
     root = root_mesh(mesh)
-    shape: list[int] = [-1, size]
-    names: list[str] = ["efsdp", "ep"]
     # Every rank of the job takes part in making process groups, so the other stages of a pipeline are in here, too.
-    for axis in ("dp_replicate", "pp"):
-        if axis_size(root, axis) > 1:
-            shape.insert(0, axis_size(root, axis))
-            names.insert(0, axis)
-    return ExpertMesh(DeviceMesh(root.device_type, root.mesh.reshape(shape), mesh_dim_names=tuple(names)), mesh)
+    outer = [axis for axis in ("pp", "dp_replicate") if axis_size(root, axis) > 1]
+    ranks = root.mesh.reshape([*(axis_size(root, axis) for axis in outer), -1, size])
+    return ExpertMesh(DeviceMesh(root.device_type, ranks, mesh_dim_names=(*outer, "efsdp", "ep")), mesh)
 
 
 # FSDP2 over the ranks that hold the same experts.
@@ -427,10 +417,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
 def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool:
     """Return whether `model`, a part of a larger one, has any of the modules that hold experts; `plan`: as
     `ExpertParallel.plan`."""
-    if plan is None:
-        return bool(find_experts(model))
-    regexes = [glob_to_regex(pattern) for pattern in plan]
-    return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
+    return bool(find_experts(model) if plan is None else _named(model, plan))
 
 
 def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> None:
