@@ -3,7 +3,7 @@
 `accelerate launch` hands its config file on in the environment; an `Accelerator` reads it there. Trainers make one.
 """
 
-import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,8 @@ class AccelerateSettings:
 
 def accelerate_settings() -> AccelerateSettings:
     """Return the settings of this process's `Accelerator`; the defaults before one is made, or without accelerate."""
-    try:
-        module = importlib.import_module("accelerate.state")
-    except ImportError:
-        return AccelerateSettings()
-    if not module.is_initialized():
+    module = sys.modules.get("accelerate.state")  # an `Accelerator` has imported it
+    if module is None or not module.is_initialized():
         return AccelerateSettings()
     state = module.AcceleratorState()
     dynamo = state.dynamo_plugin

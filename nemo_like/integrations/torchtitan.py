@@ -50,20 +50,18 @@ def _policy() -> Any:
             sample_input: Any = None
 
         def apply(self, model: nn.Module) -> None:
-            _apply(model, self.config)
+            config = self.config
+            if not config.preserve_rng_state or config.debug or config.determinism_check != "default":
+                raise ValueError(
+                    f"preserve_rng_state={config.preserve_rng_state}, determinism_check={config.determinism_check!r}, "
+                    f"debug={config.debug}: these are settings of PyTorch's checkpointing. nemo_like always recomputes "
+                    "with the forward's random numbers, and compares recomputation and forward in the first step. Leave "
+                    "them as they are."
+                )
+            saved = isinstance(config.ac, str) and config.ac.endswith(".json")
+            # torchtitan compiles the blocks afterwards, or does not; the same modules are wrapped.
+            apply_activation_checkpointing(
+                model, Plan.load(config.ac) if saved else config.ac, compile=True, sample_input=config.sample_input
+            )
 
     return NemoLikeAC
-
-
-def _apply(model: nn.Module, config: Any) -> None:
-    if not config.preserve_rng_state or config.debug or config.determinism_check != "default":
-        raise ValueError(
-            f"preserve_rng_state={config.preserve_rng_state}, determinism_check={config.determinism_check!r}, "
-            f"debug={config.debug}: these are settings of PyTorch's checkpointing. nemo_like always recomputes with the "
-            "forward's random numbers, and compares recomputation and forward in the first step. Leave them as they are."
-        )
-    saved = isinstance(config.ac, str) and config.ac.endswith(".json")
-    # torchtitan compiles the blocks afterwards, or does not; the same modules are wrapped.
-    apply_activation_checkpointing(
-        model, Plan.load(config.ac) if saved else config.ac, compile=True, sample_input=config.sample_input
-    )

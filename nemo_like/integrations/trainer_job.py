@@ -47,11 +47,12 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         keeps_output=False,  # compute_loss returns the loss only
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
     )
+    dtype = told.precision
     return Job.of(
         strategy=_strategy(told, ranks, ContextParallel.of(asked.get("cp") or 1).size),
         world_size=ranks,
         step=step,
-        precision=_precision(told) if told.shards else told.precision,
+        precision=Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype) if told.shards else dtype,
         **asked,
     )
 
@@ -67,13 +68,6 @@ def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
             "(fsdp_version: 2), or use a mode such as ac='selective'."
         )
     return Single() if ranks == 1 else DDP()
-
-
-def _precision(told: AccelerateSettings) -> Precision | None:
-    if told.precision is None:
-        return None
-    dtype = parse_dtype("precision", told.precision)
-    return Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
 
 
 def copy_for_plans(model: nn.Module) -> nn.Module | None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
+from nemo_like._util.module_tree import base_model
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.consistency_checks import compare_batches
@@ -399,7 +400,5 @@ def takes_log_probs_in_chunks(model: nn.Module) -> bool:
 
     Its trainers ask for that by ``fused_lm_head=True``; such a forward multiplies by the head's weight itself.
     """
-    get_base = getattr(model, "get_base_model", None)
-    inner = get_base() if callable(get_base) else model
     # The forward that it replaces has another signature, which `inspect` would look at first.
-    return "fused_lm_head" in inspect.signature(inner.forward, follow_wrapped=False).parameters
+    return "fused_lm_head" in inspect.signature(base_model(model).forward, follow_wrapped=False).parameters

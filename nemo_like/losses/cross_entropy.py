@@ -353,7 +353,6 @@ class LossInForward(torch.autograd.Function):
         losses, grads = results[0], [results[1], *results[2]]
         ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
-        ctx.inputs = len(params) + 1
         ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
         # In float64, and rounded once: a sum of many tokens in float32 ends some units off in the last place.
         wide = torch.float32 if losses.device.type == "mps" else torch.float64
@@ -366,7 +365,7 @@ class LossInForward(torch.autograd.Function):
         factor = upstream * lse.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
         in_place = graph_is_kept() is False
         unchanged = factor.device.type == "cpu" and not is_fake(factor) and factor.item() == 1
-        grads: list[Tensor | None] = [None] * ctx.inputs
+        grads: list[Tensor | None] = [None] * len(ctx.dtypes)
         for index, grad in zip(ctx.kept, saved, strict=True):
             if not unchanged:
                 grad = grad.detach().mul_(factor) if in_place else grad * factor

@@ -6,6 +6,7 @@ While a model in training mode is called with labels, its head answers with `Def
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from nemo_like.losses.cross_entropy import ChunkedCall, losses_per_token, reduce
 from nemo_like.losses.heads import Head
 from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.options import ChunkedLoss
-from nemo_like.torch_compat import answering_calls, shape_only
+from nemo_like.torch_compat import answering_calls, shape_only, tree_map_only
 
 # Logits that are not computed yet: they note a model's operators on them, and let its cross entropy compute in chunks.
 #
@@ -105,7 +106,7 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "?")
-        if name == "__get__" or name in _LOOKS or func in _LOOK_FUNCTIONS:
+        if name == "__get__" or name in _LOOKS:
             return super().__torch_function__(func, types, args, kwargs)
         done = None
         if func is nn.functional.cross_entropy:
@@ -115,11 +116,11 @@ class DeferredLogits(Tensor):
         if done is not None:
             return done
         reason = f"it uses {name!r} on them"
-        plain = [_plain(value, reason) for value in args], {key: _plain(value, reason) for key, value in kwargs.items()}
-        return func(*plain[0], **plain[1])
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.recipe.logits(reason), (args, kwargs))
+        return func(*args, **kwargs)
 
 
-# Methods that read a tensor's shape, type or device.
+# Methods, and functions of torch, that read a tensor's shape, type or device.
 _LOOKS = {
     "size",
     "dim",
@@ -134,16 +135,6 @@ _LOOKS = {
     "is_complex",
     "stride",
 }
-_LOOK_FUNCTIONS = {torch.is_floating_point, torch.numel, torch.is_complex}
-
-
-def _plain(value: Any, reason: str) -> Any:
-    """`value` with whole logits in place of deferred ones."""
-    if isinstance(value, DeferredLogits):
-        return value.recipe.logits(reason)
-    if isinstance(value, tuple | list) and any(isinstance(item, DeferredLogits) for item in value):
-        return type(value)(_plain(item, reason) for item in value)
-    return value
 
 
 # Function that returns an operator's output for deferred logits, its first argument; None: the logits are needed.
@@ -469,7 +460,7 @@ class LossHooks:
         if self._planning is not None or (acts and not torch.compiler.is_compiling()):
             if _has_labels(model, args, kwargs):
                 calls = []
-                stack.enter_context(answering_calls(self._head, self._answer(calls)))
+                stack.enter_context(answering_calls(self._head, functools.partial(self._answer, calls)))
             elif self._planning is not None:
                 self._planning.append("it is called without labels")
         self._open.append((stack, calls))
@@ -496,31 +487,26 @@ class LossHooks:
                 self._planning.append(reason)
         return _without(output, keep=not chunked)
 
-    def _answer(self, calls: list[HeadCall]) -> Callable[..., Any]:
-        def answer(*args: Any, **kwargs: object) -> Any:
-            fits = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            if not fits or args[0].ndim < 2 or not args[0].is_floating_point():
-                with answering_calls(self._head, None):
-                    return self._head(*args, **kwargs)
-            call = HeadCall(self._head, args[0], self._options)
-            calls.append(call)
-            # A plan's own styles may leave each rank a part of them, along the sequence.
-            if isinstance(args[0], DTensor) and not all(placement.is_replicate() for placement in args[0].placements):
-                return call.whole("its hidden states are cut over ranks")
-            width = _width(self._head)
-            assert width is not None
-            return DeferredLogits.from_recipe(Recipe(call, args[0]), width, autocast_dtype(args[0]))
-
-        return answer
+    def _answer(self, calls: list[HeadCall], /, *args: Any, **kwargs: object) -> Any:
+        """Answer the head's call: with deferred logits where it has hidden states alone, which is noted in `calls`."""
+        fits = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if not fits or args[0].ndim < 2 or not args[0].is_floating_point():
+            with answering_calls(self._head, None):
+                return self._head(*args, **kwargs)
+        call = HeadCall(self._head, args[0], self._options)
+        calls.append(call)
+        # A plan's own styles may leave each rank a part of them, along the sequence.
+        if isinstance(args[0], DTensor) and not all(placement.is_replicate() for placement in args[0].placements):
+            return call.whole("its hidden states are cut over ranks")
+        width = _width(self._head)
+        assert width is not None
+        return DeferredLogits.from_recipe(Recipe(call, args[0]), width, autocast_dtype(args[0]))
 
 
 def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if any(kwargs.get(name) is not None for name in LABELS):
-        return True
-    if not args:
-        return False
-    names = list(inspect.signature(model.forward).parameters)
-    return any(name in LABELS and value is not None for name, value in zip(names, args))
+    names = inspect.signature(model.forward).parameters if args else ()
+    named = dict(zip(names, args)) | dict(kwargs)
+    return any(named.get(name) is not None for name in LABELS)
 
 
 def _without(output: object, keep: bool) -> Any:
