@@ -201,15 +201,14 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
         seen.update(kwargs)
         raise _ModelCalledError
 
-    handle, was_training = model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True), model.training
+    was_training = model.training
     try:
-        with random_numbers_put_back():
+        with random_numbers_put_back(), model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True):
             model.train()
             trainer.compute_loss(model, prepared_inputs(trainer, batch), num_items_in_batch=None)
     except _ModelCalledError:
         return seen
     finally:
-        handle.remove()
         model.train(was_training)
     raise ValueError(f"{type(trainer).__name__} does not call its model for a batch. Pass ac_sample_input=.")
 

@@ -2,7 +2,6 @@
 out."""
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, o
 from nemo_like.planning.advise import flag_changes, saving, where_memory_runs_out
 from nemo_like.planning.planner import lower_peaks, peak_under, query_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.torch_compat import local_part, recorded_snapshot
+from nemo_like.torch_compat import local_part, recorded_snapshot, tree_leaves
 
 _MOST_CHANGES = 3
 
@@ -41,11 +40,12 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     """
     batch = largest_batch(trainer)
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    # Numbers, and metrics, which have a name with an underscore; a data set of plain lists is none.
+    # Numbers, and metrics, which are numbers and text in containers, under a name with an underscore; a data set of plain
+    # lists is none.
     counts = {
         name: copy.deepcopy(value)
         for name, value in vars(trainer).items()
-        if type(value) in (int, float) or (name.startswith("_") and _counts(value))
+        if type(value) in (int, float) or (name.startswith("_") and all(map(_counts, tree_leaves(value))))
     }
     state = _state_to_come(trainer.optimizer)
     with random_numbers_put_back(trainer.args.device):
@@ -67,11 +67,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
 
 
 def _counts(value: Any) -> bool:
-    """Return whether a value is numbers and text, or containers of these, as trainers count metrics in."""
-    if isinstance(value, Mapping):
-        return all(map(_counts, value.values()))
-    if isinstance(value, list | tuple | deque):
-        return all(map(_counts, value))
+    """Return whether a value is a number or text."""
     return is_plain_value(value) and not callable(value)
 
 

@@ -268,20 +268,16 @@ class CheckpointingMixin:
             )
         self._bare = copy_for_plans(model)
         budget = ac if isinstance(ac, Plan) else parse_ac(ac)
-        if isinstance(budget, MemoryBudget):
-            ac = self._planned(budget, scope)
+        if isinstance(budget, MemoryBudget):  # planned for the largest batch of the training set, or for the sample
+            refuse_two_kinds_of_checkpointing(self.args)
+            planned, job = self.planned_job()
+            sample = call_of_model(self, largest_batch(self)) if self._sample is None else self._sample
+            left = without_reference(self, budget, device_of(job))
+            ac = plan_for(planned, job.change(ac=left, ac_scope=scope), sample_input=sample)
         cp = self._cp()
         if cp.size > 1:
             split_for_trainer(model, self, cp)
         return checkpoint_for_trainer(model, self.args, ac, scope, self._sample, loss)
-
-    def _planned(self, budget: MemoryBudget, scope: Any) -> Plan:
-        """Return the plan within a budget, for the largest batch of the training set or for the sample input."""
-        refuse_two_kinds_of_checkpointing(self.args)
-        model, job = self.planned_job()
-        sample = call_of_model(self, largest_batch(self)) if self._sample is None else self._sample
-        left = without_reference(self, budget, device_of(job))
-        return plan_for(model, job.change(ac=left, ac_scope=scope), sample_input=sample)
 
     def _cp(self) -> ContextParallel:
         return ContextParallel.of(getattr(self.args, "cp", 1) if self._cp_keyword is None else self._cp_keyword)

@@ -90,9 +90,12 @@ def chunked_cross_entropy(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one.")
-    _check_num_items(num_items)
+    if num_items is not None:
+        if reduction != "mean":
+            raise ValueError(
+                f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one."
+            )
+        _check_num_items(num_items)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be between 0 and 1.")
     if not z_loss >= 0:
@@ -240,8 +243,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _check_num_items(num_items: object) -> None:
     """Raise unless the loss can be divided by `num_items`; of a tensor on an accelerator, this would wait for the device."""
-    if num_items is None:
-        return
     if isinstance(num_items, Tensor) and num_items.numel() == 1:
         if torch.compiler.is_compiling() or num_items.device.type != "cpu" or is_fake(num_items):
             return

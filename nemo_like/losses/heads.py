@@ -158,7 +158,9 @@ class LinearHead:
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), hidden)
             return
-        sums = hidden.device.type in _SUMS_IN_FLOAT32 and not is_rocm()  # whose gemm takes no other type of output
+        # Devices whose products of 16 bits can be added to a float32 sum; on the CPU, tensors in the place of CUDA's. ROCm's
+        # gemm takes no other type of output.
+        sums = hidden.device.type in ("cuda", "meta", "cpu") and not is_rocm()
         if on_accelerator(hidden) and sums and total.dtype == torch.float32:
             # Tensor cores add in float32 anyway; this hands the sum over as it is.
             torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)
@@ -167,10 +169,6 @@ class LinearHead:
         wide = hidden.to(total.dtype)
         for some in pieces(len(total), rows, total):
             total[some].addmm_(gradient[:, some].t().to(total.dtype), wide)
-
-
-# Devices whose products of 16 bits can be added to a float32 sum; on the CPU, tensors in the place of CUDA's.
-_SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
 
 
 def _few(sparse: SparseGradient | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -337,22 +337,12 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     Raises:
         ValueError: no head was found. The model is unchanged then.
     """
-    hooks = LossHooks(check_head(model), options)
+    hooks = LossHooks(model, options)
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
     # Also after an exception, or the head would go on answering with deferred logits.
     model.register_forward_hook(hooks.after, always_call=True)
     setattr(model, _MARK, hooks)
     return model
-
-
-def loss_hooks(model: nn.Module, options: ChunkedLoss) -> LossHooks:
-    """The two hooks of `chunk_model_loss`, not put on: for who calls a model's forward by itself, and has no use for
-    logits. They act in evaluation mode, too.
-
-    Raises:
-        ValueError: no head was found.
-    """
-    return LossHooks(check_head(model), options, in_evaluation=True)
 
 
 @contextlib.contextmanager
@@ -381,16 +371,12 @@ def chunked_calls(model: nn.Module, options: ChunkedLoss) -> Iterator[list[str]]
         ValueError: no head was found.
     """
     reasons: list[str] = []
-    hooks = LossHooks(check_head(model), options, reasons)
-    handles = [
+    hooks = LossHooks(model, options, reasons)
+    with (
         model.register_forward_pre_hook(hooks.before, with_kwargs=True),
         model.register_forward_hook(hooks.after, always_call=True),
-    ]
-    try:
+    ):
         yield reasons
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def say_whole_logits(model: nn.Module, reason: str) -> None:
@@ -443,12 +429,16 @@ class LossHooks:
 
     Args:
         planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole.
+        in_evaluation: act in evaluation mode, too: for who calls a model's forward by itself, and has no use for logits.
+
+    Raises:
+        ValueError: no head was found.
     """
 
     def __init__(
-        self, head: nn.Module, options: ChunkedLoss, planning: list[str] | None = None, in_evaluation: bool = False
+        self, model: nn.Module, options: ChunkedLoss, planning: list[str] | None = None, in_evaluation: bool = False
     ) -> None:
-        self._head, self._options, self._planning = head, options, planning
+        self._head, self._options, self._planning = check_head(model), options, planning
         self.in_evaluation = in_evaluation  # The hooks act in evaluation mode, too.
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 

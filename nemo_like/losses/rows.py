@@ -81,12 +81,10 @@ def in_place(logits: Tensor) -> bool:
 
 def kernel(function: Callable[..., Any], backend: str | None, logits: Tensor) -> Callable[..., Any]:
     """`function` of one block, compiled for every number of rows at once where a compiler is asked for."""
-    return function if backend is None or is_fake(logits) else _compiled(function, backend)
+    return function if backend is None or is_fake(logits) else _compiled(function, backend=backend, dynamic=True)
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, dynamic=True)
+_compiled = functools.cache(torch.compile)  # each function once for a back end
 
 
 @dataclass(frozen=True)

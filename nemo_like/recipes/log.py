@@ -92,8 +92,12 @@ class LossLog:
 
 def versions() -> dict[str, str]:
     """Return the versions of the software that the run ran on."""
-    installed = {"nemo_like": __version__, "python": platform.python_version()}
-    installed |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    installed = {
+        "nemo_like": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
     for name in ("transformers", "tokenizers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)

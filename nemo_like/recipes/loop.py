@@ -33,7 +33,7 @@ from nemo_like.recipes.auto import PlannedStep, advice_on_memory
 from nemo_like.recipes.checkpoint import about_run, check_same_run, gather_state
 from nemo_like.recipes.data import Batch, HeldOutText, TextData, TextRows
 from nemo_like.recipes.log import DivergedError, LossLog, Progress, versions
-from nemo_like.recipes.loss import MeanLoss, evaluate
+from nemo_like.recipes.loss import MeanLoss, check_own_loss, evaluate
 from nemo_like.recipes.options import PretrainOptions
 
 
@@ -83,7 +83,10 @@ class Pretraining:
     def _make_ready(self, model: nn.Module) -> None:
         """Cut, shard and checkpoint the model, and make its optimizer."""
         self.options = options = with_sequences(self.options, model)
-        options.check_model_loss(model, options.loss)
+        if options.pp > 1:
+            check_own_loss(model, f"--pp is {options.pp}", "Train without --pp.")
+        elif options.loss == "chunked":
+            check_own_loss(model, "--loss is 'chunked'", "Use --loss model.")
         self.parameters = sum(p.numel() for p in model.parameters())
         # For a loss that cuts its targets: where sequences are cut, and no stage has the loss.
         mesh: DeviceMesh | None = None

@@ -17,8 +17,6 @@ from nemo_like.options.step import SYNC
 from nemo_like.recipes import JOBS
 
 if TYPE_CHECKING:  # the help of a job needs no torch
-    from torch import nn
-
     from nemo_like.job import Job
 
 DEVICES = ("auto", *reversed(BACKENDS))
@@ -265,15 +263,6 @@ class PretrainOptions(SharedOptions):
         settings["sequence_parallel"] = bool(self.sequence_parallel)
         job = job_of(settings, **fields)
         return replace(job, step=replace(job.step, loss_fn=planned_loss if self.loss == "model" else None))
-
-    def check_model_loss(self, model: nn.Module, loss: str) -> None:
-        """Raise ValueError where this job cannot train `model` with that ``--loss``."""
-        from nemo_like.recipes.loss import check_own_loss
-
-        if self.pp > 1:
-            check_own_loss(model, f"--pp is {self.pp}", "Train without --pp.")
-        elif loss == "chunked":
-            check_own_loss(model, "--loss is 'chunked'", "Use --loss model.")
 
     def planned_input(self, rows: int) -> Any:
         """The shapes of a micro-batch of so many rows, as the model is called with it."""

@@ -17,7 +17,7 @@ from nemo_like import parallelize
 from nemo_like._util.option_fields import parse_options
 from nemo_like._util.words import write_bytes
 from nemo_like.distributed.ranks import Ranks
-from nemo_like.losses.model_loss import loss_hooks
+from nemo_like.losses.model_loss import LossHooks
 from nemo_like.models import resolve_model
 from nemo_like.options import ChunkedLoss, MemoryBudget, Precision
 from nemo_like.planning.advise import smaller_budget
@@ -178,7 +178,9 @@ def test_the_sum_of_a_chunked_loss_is_that_of_whole_logits_and_no_more_than_a_ch
 
 def test_the_last_stage_of_a_pipeline_evaluates_in_chunks() -> None:
     model, batch = _model("model").eval(), _batch()
-    hooks = loss_hooks(model, ChunkedLoss(chunk_tokens=CHUNK))  # which a stage calls around its forward
+    hooks = LossHooks(
+        model, ChunkedLoss(chunk_tokens=CHUNK), in_evaluation=True
+    )  # which a stage calls around its forward
     asked = {"input_ids": batch.inputs, "labels": batch.targets, "shift_labels": batch.targets}
     with torch.no_grad(), Operators() as largest:
         hooks.before(model, (), asked)

@@ -189,13 +189,10 @@ class ExpertMesh:
     """The meshes on which experts live. For 8 ranks with ``tp=2, ep=4``: ``dense`` is (dp_shard 4, tp 2), ``whole`` is
     (efsdp 2, ep 4)."""
 
-    whole: DeviceMesh  # Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``.
+    # Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``, whose ranks hold other experts each and send
+    # tokens to one another.
+    whole: DeviceMesh
     dense: DeviceMesh  # The mesh of all other parameters.
-
-    @property
-    def ep(self) -> DeviceMesh:
-        """The ranks that tokens travel between: each holds other experts."""
-        return self.whole["ep"]
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -423,9 +420,9 @@ def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool
 def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> None:
     """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
 
-    The weights become DTensors over ``mesh.ep``, cut on the first dim; weights on the meta device stay there.
+    The weights become DTensors over the axis ``ep``, cut on the first dim; weights on the meta device stay there.
     """
-    tp = None
+    ep, tp = mesh.whole["ep"], None
     if axis_size(mesh.dense, "tp") > 1:
         of_tp = mesh.dense["tp"]
         tp = TensorRanks(of_tp.size(), of_tp.get_local_rank(), name_group(of_tp.get_group()))
@@ -434,7 +431,7 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
         for name in experts.parameters:
             whole = module.get_parameter(name)
             # src_data_rank=None: every rank cuts its own part out of its own copy, and nothing is sent.
-            part = distribute_tensor(whole.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
+            part = distribute_tensor(whole.detach(), ep, [Shard(0)], src_data_rank=None)
             kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
@@ -444,11 +441,11 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
             _InsideAdapter(adapter).put()
         SplitExperts(
             experts,
-            ranks=mesh.ep.size(),
-            group=name_group(mesh.ep.get_group()),
+            ranks=ep.size(),
+            group=name_group(ep.get_group()),
             tp=tp,
             adapters=adapters,
-            rank=mesh.ep.get_local_rank(),
+            rank=ep.get_local_rank(),
         ).put()
 
 
@@ -529,7 +526,7 @@ class SplitExperts(Forward):
         """The dtype of products with `rows`: autocast's, which knows no grouped product, or that of the weights."""
         device = rows.device.type
         autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.weight_of("down_proj").dtype
+        dtype = torch.get_autocast_dtype(device) if autocast else _local(self.module._parameters["down_proj"]).dtype
         if rows.is_cuda and dtype != torch.bfloat16:
             warn_once(
                 f"Experts compute in {dtype}, one product for each: the grouped product of CUDA takes bfloat16 alone. "
@@ -539,17 +536,13 @@ class SplitExperts(Forward):
 
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
-        weights = {name: self.weight_of(name) for name in self.own}
+        weights = {name: _local(self.module._parameters[name]) for name in self.own}
         if self.adapters:
             weights = with_adapters(weights, self.adapters, self.first)
         if self.understood:
             weights = {name: weight.to(rows.dtype) for name, weight in weights.items()}
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)
-
-    def weight_of(self, name: str) -> Tensor:
-        """This rank's part of a weight."""
-        return _local(self.module._parameters[name])
 
     def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
         """The same through the module's own code, which sees a module of fewer experts: fewer rows in
@@ -589,6 +582,7 @@ class SplitExperts(Forward):
 
 
 def _local(parameter: Tensor | None) -> Tensor:
+    """This rank's part of a weight."""
     assert parameter is not None
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

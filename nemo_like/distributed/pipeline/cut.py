@@ -31,7 +31,7 @@ from nemo_like.distributed.context.parts import MARK, Parts
 from nemo_like.distributed.context.sequence_ops import find_group
 from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, wanted
 from nemo_like.distributed.documents import PackedCalls
-from nemo_like.losses.model_loss import loss_hooks
+from nemo_like.losses.model_loss import LossHooks
 from nemo_like.options import ChunkedLoss, PipelineParallel
 from nemo_like.torch_compat import answering_calls
 
@@ -190,7 +190,9 @@ class StageForward(Forward):
         super().__init__(model)
         self.whole = MicrobatchCall(model, model.forward)
         self._received, self._stage, self._packed = received, stage, packed
-        self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
+        self._in_chunks = (
+            None if in_chunks is None or not stage.is_last else LossHooks(model, in_chunks, in_evaluation=True)
+        )
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.shares: Sequence[float] = ()  # Each one's share of the loss of the whole batch.
 

@@ -52,9 +52,9 @@ class CheckedPlanner(DefaultLoadPlanner):
         """Plan to read the tensors that the checkpoint has."""
         assert self.metadata is not None
         in_file = self.metadata.state_dict_metadata
-        stepped = {_owner(name) for name in in_file}
+        stepped = {name.rpartition(".")[0] for name in in_file}  # parameters that have moments there
         moments = [n for n, v in self.state_dict.items() if isinstance(v, Tensor) and n.startswith("optimizer.")]
-        for name in {name for name in moments if _owner(name) not in stepped}.difference(in_file):
+        for name in {name for name in moments if name.rpartition(".")[0] not in stepped}.difference(in_file):
             del self.state_dict[name]
         return super().create_local_plan()
 
@@ -67,11 +67,6 @@ class CheckedPlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)  # reads the same bytes again, with weights_only=False
-
-
-def _owner(name: str) -> str:
-    """The parameter that the moment `name` is of."""
-    return name.rpartition(".")[0]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -26,6 +26,10 @@ from nemo_like.distributed.consistency_checks import differing, mesh_groups, wir
 _replaced: dict[int, str] = {}
 
 
+# Have the steps of all optimizers call a function first; each function is registered once.
+watch_steps = functools.cache(register_optimizer_step_pre_hook)
+
+
 class Before(NamedTuple):
     """A parameter before it is replaced, which is not kept alive."""
 
@@ -87,12 +91,7 @@ def refuse_to_step(parameter: nn.Parameter, name: str) -> None:
     """Have the step of an optimizer raise that holds `parameter`, called `name`, which is not the trained one."""
     _replaced[id(parameter)] = name
     weakref.finalize(parameter, _replaced.pop, id(parameter), None).atexit = False
-    _watch_steps()
-
-
-@functools.cache  # once for all optimizers
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    watch_steps(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -112,13 +111,8 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: o
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
-@functools.cache  # once for all optimizers
-def refuse_whole_moments() -> None:
-    """Have the step of an optimizer raise that was given the state of whole parameters where it has shards."""
-    register_optimizer_step_pre_hook(_refuse_whole)
-
-
-def _refuse_whole(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+def refuse_whole_moments(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    """Raise where `optimizer`, about to step, was given the state of whole parameters and has shards."""
     if _looked_at.get(optimizer) is optimizer.state:
         return
     entries = ((p, *item) for p, entry in optimizer.state.items() if isinstance(p, DTensor) for item in entry.items())

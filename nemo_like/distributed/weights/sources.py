@@ -57,10 +57,20 @@ class StateDictSource:
         value = self._state[name]
         return value.full_tensor() if isinstance(value, DTensor) else value
 
+    @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the named tensors into `targets`, each rank its part; no communication."""
+        """Copy the named tensors into `targets`, each rank its part; a collective for DTensors that are cut otherwise."""
         for name, target in targets.items():
-            copy_whole(target, self.get(name))
+            value = self._state[name]
+            if (
+                isinstance(value, DTensor)
+                and isinstance(target, DTensor)
+                and value.device_mesh == target.device_mesh
+                and value.placements == target.placements
+            ):
+                target.copy_(value)
+            else:
+                copy_whole(target, self.get(name))
 
 
 # From the names in a file of Hugging Face to the model's.

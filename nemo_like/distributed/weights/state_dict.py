@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import wire_device
-from nemo_like.distributed.weights.replaced import refuse_whole_moments
+from nemo_like.distributed.weights.replaced import refuse_whole_moments, watch_steps
 from nemo_like.distributed.weights.sources import StateDictSource, check_names
 from nemo_like.distributed.weights.tensor_locations import (
     STAGES_MARK,
@@ -79,13 +79,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     slots = _saved_slots(model)
     source = StateDictSource(state)
     check_names(slots, source, strict)
-    for slot in slots:
-        name = next(name for name in slot.names if name in state)
-        value, target = state[name], slot.tensor
-        if isinstance(value, DTensor) and isinstance(target, DTensor) and value.placements == target.placements:
-            target.copy_(value)
-        else:
-            copy_whole(target, source.get(name))
+    source.fill({next(name for name in slot.names if name in state): slot.tensor for slot in slots})
 
 
 @torch.no_grad()
@@ -118,7 +112,9 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
         if entry:
             entry = tree_map_only(Tensor, _copied if full else in_boxes, dict(entry))
             state |= {name: entry} if not full or launch.rank() == 0 else {}
-    groups = _named_groups(optimizer, optimized)
+    names = list(optimized)
+    numbered = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in numbered]
     if full:
         return (
             {} if launch.rank() else {"state": state, "param_groups": tree_map_only(Tensor, _copied, deepcopy(groups))}
@@ -179,12 +175,6 @@ def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optimized:
     return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
 
 
-def _named_groups(optimizer: torch.optim.Optimizer, optimized: Optimized) -> list[dict[str, Any]]:
-    names = list(optimized)
-    groups = optimizer.state_dict()["param_groups"]
-    return [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
-
-
 def _first_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state that `optimizer` would make for `parameter`, before any step; both stay as they are."""
     if isinstance(optimizer, torch.optim.LBFGS):  # whose state is of all parameters together
@@ -223,20 +213,18 @@ def _own_part(optimizer: torch.optim.Optimizer, optimized: Optimized, whole: Map
         dist.broadcast_object_list(sent, src=0)
     state: dict[str, Any] = {}
     for name, entry in sent[0]["state"].items():
-        # Without a parameter: of another rank's stage.
-        part = dict(_first_moments(optimizer, *optimized[name])) if name in optimized else None
+        if name in optimized:  # the others are of another rank's stage
+            state[name] = _first_moments(optimizer, *optimized[name])
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 value = _from_first(whole["state"][name][key] if launch.rank() == 0 else value)
-            if part is None:
+            if name not in state:
                 continue
-            target = part.get(key)
+            target = state[name].get(key)
             if isinstance(target, Tensor) and target.ndim and target.shape == value.shape:
                 copy_whole(target, value)
             else:
-                part[key] = value.clone() if isinstance(value, Tensor) else value
-        if part is not None:
-            state[name] = part
+                state[name][key] = value.clone() if isinstance(value, Tensor) else value
     return {"state": state, "param_groups": sent[0]["param_groups"]}
 
 
@@ -299,7 +287,7 @@ def guard_shards(model: nn.Module) -> None:
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return
     model.register_load_state_dict_pre_hook(_refuse_whole_weights)
-    refuse_whole_moments()
+    watch_steps(refuse_whole_moments)
     if callable(getattr(model, "save_pretrained", None)):
         model.save_pretrained = functools.partial(_save_pretrained, model)  # type: ignore[assignment]
 
