@@ -30,8 +30,8 @@ class Recorded:
         entries: Log,
         exposed: frozenset[int],
         sizes: Mapping[int, int],
-        makers: Mapping[int, Any],
         late: frozenset[int] = frozenset(),
+        makers: Mapping[int, Any] | None = None,
     ) -> None:
         """Keep a log.
 
@@ -39,10 +39,10 @@ class Recorded:
             entries: the log.
             exposed: numbers of storages that others may hold too, or have made.
             sizes: bytes of all storages, also of those that an earlier log made.
-            makers: the operator that made each storage, where that is known.
             late: numbers of exposed storages that are freed when it ends.
+            makers: the operator that made each storage, where that is known.
         """
-        self.entries, self.exposed, self.sizes, self.makers, self.late = entries, exposed, sizes, makers, late
+        self.entries, self.exposed, self.sizes, self.late, self.makers = entries, exposed, sizes, late, makers or {}
         self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
 
     def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
@@ -155,8 +155,8 @@ class BlockEvents:
         exposed = frozenset().union(self.outputs, *(numbers.values() for numbers in grads)) - {0}
         before_end, after_end = self.backward[: self.apart_end], self.backward[self.apart_end :]
         rest = (before_end, after_end, self.released, self.weights)
-        forward = Recorded(self.forward, exposed, self.sizes, self.makers, frozenset(self.outputs) - {0})
-        return Running(forward, *(Recorded(log, exposed, self.sizes, self.makers) for log in rest))
+        forward = Recorded(self.forward, exposed, self.sizes, frozenset(self.outputs) - {0}, self.makers)
+        return Running(forward, *(Recorded(log, exposed, self.sizes, makers=self.makers) for log in rest))
 
 
 def _alive(log: Log) -> set[int]:
