@@ -5,6 +5,7 @@ Nothing here imports torch, and a module imports it only when its command runs.
 
 import argparse
 import textwrap
+from collections.abc import Callable
 
 from nemo_like._util.console import write_text
 from nemo_like.recipes import JOBS
@@ -34,11 +35,15 @@ LORA = "adapters of this rank train, all else is frozen, in the dtype of --preci
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 
 
-def print_report(args: argparse.Namespace, text: str, json: str) -> None:
-    """Print `text`, and write `json` where ``--json`` names a file; with ``--json -`` print the JSON alone."""
+def print_report(args: argparse.Namespace, text: str, to_json: Callable[[], str]) -> None:
+    """Print `text`, and write the JSON where ``--json`` names a file; with ``--json -`` print the JSON alone.
+
+    to_json: returns it, and is called only where it is written.
+    """
     if args.json != "-":
         print(text, flush=True)
-    write_text(args.json, json)
+    if args.json is not None:
+        write_text(args.json, to_json())
 
 
 def overview() -> str:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         source: Any = used if args.file is None else Path(args.file)
         explanation = explained_source(source, planned, device=args.device, used=used)
-    print_report(args, str(explanation), json.dumps(explanation.to_dict(), indent=1))
+    print_report(args, str(explanation), lambda: json.dumps(explanation.to_dict(), indent=1))
     return 0
 
 

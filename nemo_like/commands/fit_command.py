@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             **pins,
         )
     text = report.text(None if args.wide else screen_width(), args.explain, _paste(args, report))
-    print_report(args, text, json.dumps(report.to_dict(), indent=1))
+    print_report(args, text, lambda: json.dumps(report.to_dict(), indent=1))
     if not report.candidates:
         return 1
     best = report.best

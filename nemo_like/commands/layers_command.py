@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     text = (
         f"{to_text(report, None if args.wide else screen_width())}\nNext: nemo-like plan --model {args.model} --gpus 8"
     )
-    print_report(args, text, json.dumps(asdict(report), indent=2))
+    print_report(args, text, lambda: json.dumps(asdict(report), indent=2))
     return 0
 
 

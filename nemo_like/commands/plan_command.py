@@ -135,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         "check": check,
     }
     print_report(
-        args, f"\nPlanned in {time.perf_counter() - start:.1f} s.", json.dumps(head | report.to_dict(), indent=1)
+        args,
+        f"\nPlanned in {time.perf_counter() - start:.1f} s.",
+        lambda: json.dumps(head | report.to_dict(), indent=1),
     )
     if report.best is not None:
         if args.save:

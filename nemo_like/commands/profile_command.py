@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
             if args.modes is None:
                 profiler = MemoryProfiler(model, device, layers=args.layers)
                 report = profiler.profile(sample, args.runs)
-                json, text = report.to_json(), report.table(width)
+                to_json, text = report.to_json, report.table(width)
             else:
                 compared = compare(model, sample, args.modes.split(","), device, args.strategy, args.runs)
                 compared.about.update(model=args.model, step=step)
-                json, text = compared.to_json(), compared.text(width)
+                to_json, text = compared.to_json, compared.text(width)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, IndexError) as error:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 "--batch-size, or --input-shape."
             ) from error
         if rank() == 0:
-            print_report(args, text, json)
+            print_report(args, text, to_json)
             if budget is not None:
                 names = profiler.recommend_layers(budget / 1e6)
                 peak = report.unit.word(report.predict_peak_bytes(names))

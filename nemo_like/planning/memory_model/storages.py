@@ -54,6 +54,7 @@ class Storages:
     """Storages by number, each with the number of its holders: the last one frees it."""
 
     stage = 0  # The stage that runs, or whose storages are made.
+    where = ""  # The stretch of the step that runs.
     suffix = ""  # Name of the action that runs, added to the names of places.
 
     def __init__(self) -> None:
@@ -163,6 +164,7 @@ class Storages:
 
     def mark(self, where: str) -> None:
         """Name the stretch that follows."""
+        self.where = where
 
     def end_forward(self) -> None:
         """Note that the model has returned."""
@@ -190,7 +192,6 @@ class Bytes(Storages):
         self.part: dict[int, Part] = {}
         self.best: dict[str, int] = {}
         self.best_total, self.best_at = -1, ""
-        self.where = ""
         # Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place.
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
         self.held = 0
@@ -254,9 +255,6 @@ class Bytes(Storages):
         self.make_and_drop(memory.step, Part.OPTIMIZER_STEP)
         if not memory.step:
             self._look(0)
-
-    def mark(self, where: str) -> None:
-        self.where = where
 
     def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
         if storage:
@@ -334,7 +332,6 @@ class Labelled(Storages):
         super().__init__()
         self.labels: dict[int, Label] = {}  # Of every storage, the last one.
         self.changes: list[Change] = []
-        self.where = ""
         self._own: set[int] = set()  # Storages of layers that no one else holds.
         self._parked: dict[tuple[int, int, str], dict[int, Label]] = {}
 
@@ -377,9 +374,6 @@ class Labelled(Storages):
     def relabel_run(self, run: LogRun, part: Part) -> None:
         for storage in self._own.intersection(run.alive.values()):
             self.relabel(storage, part)
-
-    def mark(self, where: str) -> None:
-        self.where = where
 
     def park(self, stage: int, number: int, what: str) -> None:
         moved = {storage: self.labels[storage] for storage in self.sizes if self.labels[storage].part in _PARKED}
