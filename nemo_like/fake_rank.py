@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import PlannedRank, plan_rank
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace
 from nemo_like.planning.trace.layer_memory import SumsInPlace
-from nemo_like.precision import check_capability, check_capability_of, float8_linears
+from nemo_like.precision import check_capability, float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks, local_part
 
@@ -153,7 +154,7 @@ def dry_run(
         # Without the checks in the first step of a real job, which compare values.
         with (
             unsaid(),
-            _environment({"NEMO_LIKE_VERIFY": "0"}),
+            patch.dict(os.environ, NEMO_LIKE_VERIFY="0"),
             torch.random.fork_rng(devices=[]),
             fake_ranks(rank, job.ranks),
         ):
@@ -361,18 +362,11 @@ def _sends_hold() -> Iterator[None]:
         work = isend(tensor, *args, **kwargs)
         return None if work is None else _Sent(work, tensor)
 
-    places: tuple[Any, ...] = (dist, dist.distributed_c10d)
-    for place in places:
-        place.isend = held
-    try:
+    with patch.object(dist, "isend", held), patch.object(dist.distributed_c10d, "isend", held):
         yield
-    finally:
-        for place in places:
-            place.isend = isend
 
 
-@contextmanager
-def _float8_of(device: Device) -> Iterator[None]:
+def _float8_of(device: Device) -> AbstractContextManager[object]:
     """Within it, `parallelize` makes the linears that multiply in float8 on `device`: those of the CPU emulate that."""
 
     def made(layers: Sequence[nn.Module], matmuls: str, _: str, *, sharded: bool, tp: int) -> None:
@@ -381,27 +375,7 @@ def _float8_of(device: Device) -> Iterator[None]:
     def check(place: torch.device, matmuls: str | None) -> None:
         check_capability(matmuls, device.name, device.cuda)
 
-    parallelizer.float8_linears = made  # type: ignore[assignment]
-    parallelizer.check_capability_of = check
-    try:
-        yield
-    finally:
-        parallelizer.float8_linears = float8_linears
-        parallelizer.check_capability_of = check_capability_of
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch.multiple(parallelizer, float8_linears=made, check_capability_of=check)
 
 
 def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:

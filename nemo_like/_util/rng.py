@@ -2,10 +2,17 @@
 
 import random
 import sys
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import torch
 
+from nemo_like._util.tensors import bytes_of
+
+# Functions that read the state of a generator, as a value to compare and to send, and set it.
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 RngState = tuple[torch.Tensor, str | None, torch.Tensor | None] | tuple[torch.Generator, torch.Tensor]
 
 
@@ -41,6 +48,54 @@ def set_rng_state(state: RngState) -> None:
     torch.set_rng_state(cpu)
     if device is not None and on_device is not None:
         torch.get_device_module(device).set_rng_state(on_device)
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    """The state of NumPy's global generator, of any kind; None where NumPy is not imported."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if not hasattr(numpy_random, "get_state"):  # while NumPy is being imported its module is there, and not yet whole
+        return None
+    state = numpy_random.get_state(legacy=False)
+    numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in state["state"].items()}
+    return state | {"state": numbers}
+
+
+def _set_numpy_state(state: dict[str, Any] | None) -> None:
+    if state is not None:
+        sys.modules["numpy.random"].set_state(state)
+
+
+HOST_GENERATORS: dict[str, Access] = {
+    "Python": (random.getstate, random.setstate),
+    "NumPy": (_numpy_state, _set_numpy_state),
+}
+
+
+def access_to(read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], object]) -> Access:
+    """The access to a generator of torch, by functions that read its state as a tensor, and set it."""
+    return lambda: bytes_of(read()), lambda state: write(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def generators(device: torch.device) -> dict[str, Access]:
+    """The global generators that a model on `device` may draw from, by name."""
+    of_torch = {"torch": access_to(torch.get_rng_state, torch.set_rng_state)}
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        of_torch[device.type] = access_to(
+            partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+        )
+    return of_torch | HOST_GENERATORS
+
+
+@contextmanager
+def random_numbers_put_back(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Draws from the global `generators` of `device` within it are made again after it."""
+    before = [(write, read()) for read, write in generators(torch.device(device)).values()]
+    try:
+        yield
+    finally:
+        for write, state in before:
+            write(state)
 
 
 def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) -> None:

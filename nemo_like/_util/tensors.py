@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -39,6 +40,12 @@ def autocast_dtype(operand: Tensor) -> torch.dtype:
     kind = operand.device.type
     lowers = autocast_is_on(kind) and operand.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lowers else operand.dtype
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bits of the elements of `tensor`, in order."""
+    whole = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
 def tensors_in(value: object) -> list[Tensor]:

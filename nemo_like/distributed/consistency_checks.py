@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model
+from nemo_like._util.tensors import bytes_of
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed import launch
 from nemo_like.distributed.mesh import axis_size
@@ -261,23 +262,10 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 
 def _describe_contents(tensor: Tensor) -> str:
-    """With a number that other contents or another order change; exact, so the same on every device."""
+    """With a number of all its bits."""
     if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_quantized:
         return f"a {type(tensor).__name__}"
-    flat = tensor.detach()
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().flatten()
-    flat = flat.view(_WHOLE_NUMBERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(flat), _PIECE):
-        piece = flat[start : start + _PIECE].long()
-        places = torch.arange(start + 1, start + 1 + len(piece), device=flat.device)
-        total += ((piece + 1) * (places * _ODD | 1)).sum()  # wraps around, on every device alike
-    return f"{_describe_tensor(tensor)} with contents {int(total.item()) & 0xFFFFFFFF:08x}"
-
-
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 22
-_ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio, as a signed number
+    return f"{_describe_tensor(tensor)} with contents {hashlib.sha256(bytes_of(tensor)).hexdigest()[:8]}"
 
 
 def _words_of(value: object, code: str, names: Mapping[nn.Module, str]) -> str:

@@ -7,10 +7,11 @@ whose shapes and gradients PyTorch knows without a GPU. Everything else is the s
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -191,8 +192,7 @@ _NAMES: dict[Any, str] = {
 } | {Tensor.__pow__: "pow"}
 
 
-@contextmanager
-def autocast_of_cuda_on_cpu() -> Iterator[None]:
+def autocast_of_cuda_on_cpu() -> AbstractContextManager[object]:
     """Let ``torch.autocast("cuda")`` of a model's own code cast the CPU tensors that are in the place of CUDA's.
 
     Without a GPU torch turns it off, and all that the model casts would be planned in float32.
@@ -206,11 +206,7 @@ def autocast_of_cuda_on_cpu() -> Iterator[None]:
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
         before(self, device_type, dtype, *args, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = before  # type: ignore[method-assign]
+    return patch.object(torch.autocast, "__init__", init)
 
 
 def _in_float32(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -1,8 +1,6 @@
 """Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
 
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -107,20 +105,6 @@ def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwarg
     """Return the output of `module` with the tensors of `state` in the place of its own."""
     with with_state(module, state):
         return module(*args, **kwargs)
-
-
-@contextmanager
-def random_numbers_put_back(device: torch.device | None = None) -> Iterator[None]:
-    """Draws of Python's, NumPy's and torch's global generators within it, those of a CUDA `device` too, are made again."""
-    numpy = sys.modules.get("numpy")
-    python, words = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(words)
 
 
 def _tensor(tensor: Tensor, whole: bool) -> Tensor:

@@ -17,10 +17,11 @@ from torch import nn
 from nemo_like._util.forwards import Forward
 from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
+from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps, autocast_of_cuda_on_cpu
-from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
+from nemo_like.fake.model_copy import SMALL, call_with
 from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason

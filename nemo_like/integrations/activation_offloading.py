@@ -7,7 +7,9 @@
 A thin layer over `nemo_like.offload`. Works with `transformers.Trainer` and TRL's trainers, full fine-tuning and PEFT.
 """
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -139,14 +141,9 @@ class ActivationOffloadingMixin:
                 "which tensors wait in CPU memory. Set one of the two."
             )
         self.offloading_setting = (theirs or ours) if activation_offloading is None else activation_offloading
-        if theirs:
-            # TRL's trainers read the same setting and would put an offloader of their own inside ours.
-            arguments.activation_offloading = False  # type: ignore[union-attr]
-        try:
+        # TRL's trainers read the same setting and would put an offloader of their own inside ours.
+        with patch.object(arguments, "activation_offloading", False) if theirs else nullcontext():
             super().__init__(*args, **kwargs)
-        finally:
-            if theirs:
-                arguments.activation_offloading = theirs  # type: ignore[union-attr]
         self.activation_offload_context = offloading_context(getattr(self, "model", None), self.offloading_setting)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:

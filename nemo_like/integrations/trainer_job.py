@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from nemo_like._util.log import say_once
+from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.words import parse_dtype, write_bytes
 from nemo_like.distributed.launch import world_size
-from nemo_like.fake.model_copy import copy_to_keep, random_numbers_put_back
+from nemo_like.fake.model_copy import copy_to_keep
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
 from nemo_like.options import DDP, ContextParallel, MemoryBudget, Precision, Single, StepSpec

@@ -12,8 +12,8 @@ from torch import nn
 
 from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
+from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.words import write_bytes
-from nemo_like.fake.model_copy import random_numbers_put_back
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch, reference_bytes
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -351,14 +352,10 @@ def chunked_in_evaluation(model: nn.Module) -> Iterator[None]:
     chunks in evaluation mode, too: the logits of a call with labels are None. Models with a plain loss are
     unchanged."""
     every = [hooks for module in model.modules() if isinstance(hooks := getattr(module, _MARK, None), LossHooks)]
-    before = [hooks.in_evaluation for hooks in every]
-    for hooks in every:
-        hooks.in_evaluation = True
-    try:
+    with contextlib.ExitStack() as stack:
+        for hooks in every:
+            stack.enter_context(patch.object(hooks, "in_evaluation", True))
         yield
-    finally:
-        for hooks, was in zip(every, before, strict=True):
-            hooks.in_evaluation = was
 
 
 @contextlib.contextmanager

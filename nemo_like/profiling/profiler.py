@@ -15,10 +15,11 @@ from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes, storages_of
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
+from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import check_whole
 from nemo_like.distributed.launch import checked_device, current_device
-from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
+from nemo_like.fake.model_copy import model_copy
 from nemo_like.fake.outside_state import context_variables_put_back
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.profiling.measured_step import LossFn, clock_for, counter_of, spread, step_loss

@@ -8,11 +8,12 @@ comparison and no more.
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor
 from nemo_like._util.plain import is_plain
 from nemo_like._util.rng import accelerator_type
 from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
-from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves, refill
+from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look_on
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
@@ -286,18 +287,8 @@ def attention_back_end() -> Restore | None:
     for name in _TE_ATTENTION:
         cache = getattr(sys.modules.get(name), "_attention_backends", None)
         if isinstance(cache, dict):
-            return partial(_dict_contents, cache, dict(cache))
+            return partial(patch.dict, cache, dict(cache), clear=True)
     return None
-
-
-@contextmanager
-def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
-    present = dict(target)
-    refill(target, contents)
-    try:
-        yield
-    finally:
-        refill(target, present)
 
 
 # All that steers the results of one call and is not an argument: noted in forward, put back for its recomputation.

@@ -4,8 +4,6 @@ torch's own generators are looked at in every forward (`global_state`). A `torch
 noted before it draws. Generators of Python and NumPy are not restored: verification of the first step compares the numbers.
 """
 
-import random
-import sys
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.rng import HOST_GENERATORS
 from nemo_like.activation_checkpointing.engine.module_state import module_of
 from nemo_like.torch_compat import generator_address, unseen
 
@@ -66,9 +65,4 @@ class Generators(dict[int, tuple[torch.Generator, torch.Tensor]]):
 
 def host_states() -> list[Any]:
     """Return the states of the generators of Python and NumPy, as things to compare."""
-    states: list[Any] = [random.getstate()]
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if hasattr(numpy_random, "get_state"):  # while NumPy is being imported its module is there, and not yet whole
-        numbers = numpy_random.get_state(legacy=False)["state"].items()
-        states.append([value.tobytes() if hasattr(value, "tobytes") else value for _, value in numbers])
-    return states
+    return [read() for read, _ in HOST_GENERATORS.values()]

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like._util.rng import random_numbers_put_back
 from nemo_like.activation_checkpointing.engine.containers import refill
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.context.parts import Parts, main_input, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, padded_length
-from nemo_like.distributed.tensor.shared_random import generators
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 
 # Calls of a model for a comparison alone: in evaluation mode, and the model is afterwards as it was.
@@ -34,20 +34,15 @@ from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 def as_it_was(*models: nn.Module) -> Iterator[None]:
     """Within it, `models` are called for a comparison: in evaluation mode, without gradients, and uncompiled, or layers
     would be compiled for other lengths. Random numbers, buffers and plain attributes are put back after."""
-    device = next((parameter.device.type for model in models for parameter in model.parameters()), "cpu")
-    states = generators(device)
-    before = {name: read() for name, (read, _) in states.items()}
+    device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(random_numbers_put_back(device))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for model in models:
             stack.enter_context(chunked_in_evaluation(model))
             stack.enter_context(evaluating(model))
-        try:
-            yield
-        finally:
-            for name, (_, write) in states.items():
-                write(before[name])
+        yield
 
 
 @contextlib.contextmanager

@@ -8,10 +8,8 @@ Cut tensors (attention weights of a rank's own heads, its part of a sequence) ar
 element as often as it should be, at the same places as on the other ranks.
 """
 
-import ctypes
 import random
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.plain import inside
+from nemo_like._util.rng import Access, access_to, generators
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.consistency_checks import differing, gather, mesh_groups, number_of, wire_device
 from nemo_like.torch_compat import is_fake, unseen
@@ -41,7 +40,7 @@ class SharedRandom:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._generators = generators(mesh.device_type)
+        self._generators = generators(torch.device(mesh.device_type))
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
         self._modules: list[nn.Module] = []
         # Generators that calls of a mode were seen to draw from, the same on every rank.
@@ -130,56 +129,22 @@ class SharedRandom:
         return list(compress(states, others))
 
 
-def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Return functions that read and set the state of each generator that a model may draw from: values to compare and
-    to send."""
-    sources: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
-    }
-    if device_type != "cpu":
-        device = torch.get_device_module(device_type)
-        sources[device_type] = (
-            lambda: _bytes(device.get_rng_state()),
-            lambda state: device.set_rng_state(_tensor(state)),
-        )
-    return sources | {"Python": (random.getstate, random.setstate), "NumPy": (_numpy_state, _set_numpy_state)}
-
-
-def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The same for generators that attributes of modules lead to."""
+def _held_by(model: nn.Module) -> dict[str, Access]:
+    """The generators that attributes of modules lead to."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     values = {id(item): item for value in attributes for item in inside(value, depth=3)}
     held = [access for access in map(_access, values.values()) if access is not None]
     return {f"generator {number} of the model": access for number, access in enumerate(held)}
 
 
-def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return functions that read and set the state of a generator; None: `value` is none."""
+def _access(value: Any) -> Access | None:
+    """Return the access to a generator; None: `value` is none."""
     if isinstance(value, torch.Generator):
-        return lambda: _bytes(value.get_state()), lambda state: value.set_state(_tensor(state))
+        return access_to(value.get_state, value.set_state)
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     bits = getattr(value, "bit_generator", None)  # NumPy's
     return None if bits is None else (lambda: bits.state, partial(setattr, bits, "state"))
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def _numpy_state() -> Any:
-    """NumPy's global state; None where it is not imported, or a generator of another kind is in its place."""
-    state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return (state[0], state[1].tolist(), *state[2:]) if isinstance(state, tuple) else None
-
-
-def _set_numpy_state(state: object) -> None:
-    if state is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state)
 
 
 def _kind(model: nn.Module) -> str:
