@@ -10,7 +10,7 @@ from nemo_like import Job
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
-from nemo_like.planning.fit.formula import BY_SPEED, SPLIT, Formula, _fill, places_of
+from nemo_like.planning.fit.formula import BY_SPEED, _fill
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.search import Entry
@@ -62,13 +62,6 @@ def test_the_formula_is_near_the_planner_for_layouts_that_were_not_traced(gpus, 
                 assert float(estimate.bytes[i, j, at]) == pytest.approx(row.need.bytes, rel=size), row.layout
                 looked += 1
     assert looked >= 6
-
-
-def test_products_are_split_by_columns_and_then_sum_up():
-    formula: Formula = _search(2, tp=1, cp=1, micro_batch=1).rankings[0].formula
-    ops = formula.part.problems[0].trace.ops
-    products = [place == SPLIT for op, place in zip(ops, places_of(ops)) if op.flops and "mm" in op.op.name()]
-    assert products == [True, True, True, False, True, True, False]  # q, k, v, o, gate, up, down
 
 
 @pytest.mark.parametrize(

@@ -530,8 +530,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/formula.py",
-        "        part = shares[place]",
-        "        part = 1.0",
+        "        self.split = base.tp / self.tp",
+        "        self.split = self.tp / base.tp",
         "tests/planning/test_formula.py",
     ),
     Fault(
@@ -776,8 +776,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/formula.py",
-        "saved = saved - moved * x.moves * x.regions",
-        "saved = saved + moved * x.moves * x.regions",
+        "        self.scales = self.grow, self.tokens * before / self.cut, self.tokens",
+        "        self.scales = (self.tokens,) * 3",
         "tests/planning/test_formula.py",
     ),
     Fault(

@@ -1,10 +1,8 @@
 """Seconds and bytes of every layout by a formula, from one trace of the model: it ranks layouts, of which few are planned.
 
 The trace is of one micro-batch, in the smallest `tp` and `cp` that the pins allow; experts that are split have a trace of
-their own. Of each kind of layer it has the operators. For
-another number of tokens, or another share of the weights, they are scaled (`scaled`): a token has its share of FLOPs and
-bytes, and tensor parallelism splits the product of whole hidden states, till the next product. The planner's own rates
-then time them. `seconds` adds the collectives that computing does not hide, the bubble, the optimizer and the host;
+their own. A rank of another layout computes as much as its share of the tokens and of the weights (`grow`), at the rates of
+the trace. `seconds` adds the collectives that computing does not hide, the bubble, the optimizer and the host;
 `bytes` the tensors that a rank stores, saves, gathers and reduces at the two points where steps peak. Both take all
 layouts at once.
 
@@ -15,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,22 +43,26 @@ from nemo_like.planning.predictions.reserved import verdict, workspaces_of
 from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.roofline import host_seconds
-from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choice
+from nemo_like.planning.selection.layer import BlockSeconds, fused
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
 # Modes from the fastest, which saves most, to the one that saves least.
 BY_SPEED = ("none", "selective", "full")
-# Columns of a product below which tensor parallelism leaves it whole, as the scores of a router.
-_NARROW = 512
-_HEAD, _LAYER, _STEP = "head", "layer", "step"
-_OF_HEAD = ("forward of the head", "loss", "backward of the head")
+_NARROW = 512  # Columns of a product below which tensor parallelism leaves it whole.
+_HEAD, _LAYER, _END, _STEP = "head", "layer", "end", "step"
+_KINDS = dict.fromkeys(("forward of the head", "loss", "backward of the head"), _HEAD) | {
+    "after layer 0, backward": _END,  # of the embedding
+    "end of backward": _END,
+    "optimizer step": _STEP,
+}
 # Tensors of one chunk's logits that exist at a time: logits, their probabilities, their gradients.
 _CHUNKS = 3
 
 
 class Places(Bytes):
-    """The parts of the highest point in each kind of stretch: head and loss, a layer's backward, the optimizer's step."""
+    """The parts of the highest point in each kind of stretch: head and loss, layers, the embedding's backward, the
+    optimizer's step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Places(Bytes):
     def keep(self) -> None:
         """Note the stretch that ends."""
         if self.best_total >= 0:
-            kind = _HEAD if self.where in _OF_HEAD else _STEP if self.where == "optimizer step" else _LAYER
+            kind = _KINDS.get(self.where, _LAYER)
             if sum(self.highest.get(kind, {}).values()) < self.best_total:
                 self.highest[kind] = {part: size for part, size in self.best.items() if size}
         self.best_total = -1
@@ -82,17 +83,17 @@ class Places(Bytes):
 
 # Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole;
 # its columns.
-CUT, WHOLE, SPLIT = "cut", "whole", "split"
+SPLIT, CUT, WHOLE = 0, 1, 2
 
 
-def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]:
+def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[int]:
     """Return, for each operator, the part of its result that a rank of tensor parallelism has.
 
     A product of whole hidden states is split by its columns, and one of split ones sums its parts up, so that its
     result is whole again (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Others follow their inputs.
     whole: elements of the weights that every rank has, as of DeepSeek's attention; all of a sequence passes their products.
     """
-    places: list[str] = []
+    places: list[int] = []
     for op in ops:
         read = {places[number] for number in op.reads}
         if not op.flops or facts(op.op).attention:
@@ -100,69 +101,14 @@ def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]
         elif any(size // (2 if op.half else 4) in whole for _, size in op.outer):
             place = WHOLE
         else:
-            narrow = not op.shapes or op.shapes[0][-1] < _NARROW
-            place = CUT if narrow or SPLIT in read else SPLIT
+            place = CUT if _is_narrow(op) or SPLIT in read else SPLIT
         places.append(place)
     return places
 
 
-@dataclass(frozen=True)
-class Share:
-    """Shares of a rank in the traced micro-batch and its weights."""
-
-    tokens: float  # Tokens, as a multiple.
-    split: float  # Share of the tensors that tensor parallelism splits.
-    whole: float  # Share of the other tensors: less than 1 where sequences are cut.
-
-
-def scaled(problem: BlockProblem, share: Share, whole: Collection[int] = ()) -> BlockProblem:
-    """Return a layer's trace as it would be for another share of the tokens and of the weights; `whole`: see `places_of`."""
-    trace = problem.trace
-    shares, made = {SPLIT: share.split, WHOLE: 1.0, CUT: share.whole}, list[OpRecord]()
-    for op, place in zip(trace.ops, places_of(trace.ops, whole)):
-        part = shares[place]
-        known, flops, moved, shapes = facts(op.op), op.flops, op.moved, op.shapes
-        if flops and not known.attention:
-            by = 1.0 if place == WHOLE or shapes[0][-1] < _NARROW else share.split
-            rows = max(1, math.prod(shapes[0][:-1]))
-            weight = min(moved, flops // (2 * rows) * (2 if op.half else 4))
-            flops, moved = int(flops * share.tokens * by), int((moved - weight) * share.tokens * part + weight * by)
-            columns = max(1, round(shapes[0][-1] * (share.split if place == SPLIT else 1.0)))
-            shapes = ((max(1, round(rows * share.tokens)), columns),)
-        else:
-            by = 1.0 if place == WHOLE else share.split
-            flops, moved = int(flops * share.tokens * by), int(moved * share.tokens * part)
-        size = int(op.bytes * share.tokens * part)
-        made.append(replace(op, flops=flops, moved=moved, shapes=shapes, bytes=size))
-    before, after = (sum(op.bytes for op in every if op.needed) for every in (trace.ops, made))
-    kept = int(trace.kept_input_bytes * share.tokens * share.whole)
-    inside = (trace.none_bytes - trace.kept_input_bytes) * (after / before if before else 1.0)
-    return BlockProblem(
-        replace(
-            trace,
-            ops=tuple(made),
-            input_bytes=int(trace.input_bytes * share.tokens * share.whole),
-            kept_input_bytes=kept,
-            none_bytes=kept + int(inside),
-        ),
-        problem.device,
-    )
-
-
-class Local(NamedTuple):
-    """One kind of layer on one rank, by mode: seconds of its kernels, bytes that it saves, bytes that it sends."""
-
-    forward: float
-    backward: float
-    replay: tuple[float, ...]
-    held: tuple[float, ...]  # Bytes saved for backward.
-    inputs: float  # Bytes of these that ``offload="boundary"`` moves.
-    made: float  # Bytes of all that a forward makes.
-    summed: float  # Bytes of one sum of tensor parallelism.
-    gathered: float  # Bytes of keys and values that a forward gathers.
-    again: float  # Bytes of these that backward gathers once more.
-    exchanged: float
-    launching: tuple[float, ...]  # Seconds of the host, without FSDP2.
+def _is_narrow(op: OpRecord) -> bool:
+    """Return whether tensor parallelism leaves a product whole, as the scores of a router."""
+    return not op.shapes or op.shapes[0][-1] < _NARROW
 
 
 class Estimate(NamedTuple):
@@ -186,19 +132,14 @@ class Way:
 class Formula:
     """The formula for one model, by the trace of one layout."""
 
-    def __init__(self, query: PlanQuery, layout: Layout, seq_len: int) -> None:
+    def __init__(self, query: PlanQuery, layout: Layout) -> None:
         """Read the trace of `query`; `layout`: the sizes that it was traced in, in one stage."""
         self.query, self.base = query, layout
         self.stage, self.device = query.stages[0], query.device
         self.part = self.stage.part
-        chosen = Counter((call.kind, call.fqn in self.part.chosen) for call in self.part.traced.calls)
-        self.groups = sorted(chosen.items())
-        self.layers = sum(chosen.values())
-        self.shapes: dict[Any, list[Local]] = {}
+        self.layers = len(self.part.traced.calls)
         self._wires: dict[Any, tuple[float, float]] = {}
         self._rows: dict[int, float] = {}
-        self._halfway: dict[int, list[float]] = {}
-        self.saved_share: dict[tuple[int, bool], list[float]] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
         # Bytes that the allocator reserves above the peak: for each byte that comes and goes, and those of libraries.
@@ -207,18 +148,72 @@ class Formula:
         weights = 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
         # Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk.
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
-        self.whole, self.split_shares = _tensor_parallel(query)
+        self.whole, self.split_share = _tensor_parallel(query)
+        self.sums, self.by_mode = self._of_layers()
         self.measure("model", query)
 
     def under(self, job: Job) -> Formula:
         """Return the formula for another optimizer or compiler, which changes no operator that was traced."""
         other = copy.copy(self)
-        other.query, other.shapes = self.query.under(job), {}
+        other.query = self.query.under(job)
         other.stage = other.query.stages[0]
+        other.sums, other.by_mode = other._of_layers()
         if job.partitioner != self.query.job.partitioner:
-            other.places, other.outer, other.saved_share, other.excess = {}, {}, {}, 0.0
+            other.places, other.outer, other.excess = {}, {}, 0.0
             other.measure("model", other.query)
         return other
+
+    def _of_layers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return seconds and bytes of all layers as they were traced, and those that depend on the mode, by mode.
+
+        ``held``: bytes that are saved for backward, of which ``offload="boundary"`` moves the ``inputs``; ``summed``: of one
+        sum of tensor parallelism a layer; ``keys``: of attention's keys and values; ``launching``: seconds of the host
+        without FSDP2, see `_LAUNCHING`.
+        """
+        job, part, rows = self.query.job, self.part, list[tuple[float, ...]]()
+        sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        self.saved = [0.0, 0.0, 0.0]  # Bytes that layers may save, by place.
+        by_mode = {name: torch.zeros(len(BY_SPEED), dtype=torch.float64) for name in _BY_MODE}
+        choices = [part.uniform(mode) for mode in BY_SPEED]
+        groups = Counter((call.kind, *each) for call, *each in zip(part.traced.calls, *choices))
+        for (kind, *chosen), count in groups.items():
+            problem = part.problems[kind]
+            block = BlockSeconds.from_problem(problem, compiled=job.compile is not None)
+            ops = problem.trace.ops
+            places = places_of(ops, self.whole[kind])
+            placed = zip(ops if job.compile is None else fused(ops), places)
+            records = [each for each in placed if not each[0].view]
+            again = [
+                [word == "recompute" and at < problem.reachable for at, word in enumerate(choice.decisions)]
+                + [False] * len(records)
+                for choice in chosen
+            ]
+            trains = problem.trace.saves_something
+            for (op, place), seconds, more, *each in zip(records, block.kernels, block.backward_times, *again):
+                if op.flops and not facts(op.op).attention:
+                    place = WHOLE if place == WHOLE or _is_narrow(op) else SPLIT
+                rows.append((seconds, place, count, count * more * trains, *(count * word for word in each)))
+            for op, place in zip(ops, places):
+                self.saved[place] += count * op.bytes * op.needed
+            sums["inputs"] += count * problem.trace.input_bytes
+            sums["gathered"] += count * block.sequence_bytes
+            sums["gathered again"] += count * block.gathered_again
+            sums["keys"] += count * sum(max(0, op.moved - 2 * op.bytes) for op in ops if facts(op.op).attention)
+            sums["exchanged"] += count * block.expert_bytes
+            for at, choice in enumerate(chosen):
+                held = choice.held_bytes
+                if job.partitioner is not None:
+                    events = part.memory(kind, choice, loss=self.stage.loss, compiler=job.partitioner)
+                    held = events.held + problem.trace.input_bytes
+                by_mode["held"][at] += count * held
+                for name, split, cut in _LAUNCHING:
+                    products = block.products * split
+                    seconds = host_seconds(
+                        block.launched, choice.label, units=0, split_products=products, sequence_parallel=cut
+                    )
+                    by_mode[name][at] += count * seconds * (self.device.kind != "cpu")
+        self.kernels = torch.tensor(rows, dtype=torch.float64)
+        return sums, by_mode
 
     def can_chunk(self) -> bool:
         """Return whether the loss can be computed in chunks; the chunks are then known to `seconds` and `bytes`."""
@@ -250,62 +245,20 @@ class Formula:
         self.workspaces = sum(workspaces_of(self.device.cuda))
         self.excess = max(0, need.bytes - whole.total - self.workspaces) / max(1, moving)
 
-    # --- one local shape ------------------------------------------------------------------------------------------
-
-    def share(self, layout: Layout) -> Share:
-        """Return the share of a rank of `layout` in the traced micro-batch."""
-        base = self.base
-        tokens = layout.micro_batch / base.micro_batch * base.cp / layout.cp
-        cut, before = (each.tp if each.sequence_parallel else 1 for each in (layout, base))
-        return Share(tokens, base.tp / layout.tp, before / cut)
-
-    def local(self, layout: Layout) -> list[Local]:
-        """Return each kind of layer as one rank of `layout` runs it."""
-        key = (layout.tp, layout.cp, layout.ep > 1, layout.micro_batch, layout.sequence_parallel, layout.cp_method)
-        if key not in self.shapes:
-            share = self.share(layout)
-            kinds = dict.fromkeys(kind for (kind, _), _ in self.groups)
-            problems = {kind: scaled(self.part.problems[kind], share, self.whole[kind]) for kind in kinds}
-            self.shapes[key] = [
-                self._kind(kind, chosen, problems[kind], layout, share) for (kind, chosen), _ in self.groups
-            ]
-        return self.shapes[key]
-
-    def _kind(self, kind: int, chosen: bool, problem: BlockProblem, layout: Layout, share: Share) -> Local:
-        compiled = self.query.job.compile is not None
-        block, traced = BlockSeconds.from_problem(problem, compiled=compiled), self.part.problems[kind]
-        choices = [self._choice(kind, mode if chosen else "none", problem) for mode in BY_SPEED]
-        hidden = traced.trace.input_bytes * share.tokens * (self.base.tp if self.base.sequence_parallel else 1)
-        rows = layout.micro_batch / self.base.micro_batch
-        gathered, again = block.sequence_bytes, block.gathered_again
-        if layout.cp > 1 and self.base.cp == 1:
-            keys = sum(max(0, op.moved - 2 * op.bytes) for op in traced.trace.ops if facts(op.op).attention)
-            gathered = int(keys * rows * share.split)
-            again = gathered if layout.cp_method == "all_gather" else 0
-        exchanged = sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
-        launching = [
-            host_seconds(
-                block.launched,
-                choice.label,
-                units=0,
-                split_products=block.products if layout.tp > 1 else 0,
-                sequence_parallel=layout.sequence_parallel,
+    @functools.cached_property
+    def between_halves(self) -> Tensor:
+        """Bytes that all layers hold between the halves of their backward, by mode."""
+        calls, part = self.part.traced.calls, self.part
+        sizes = [
+            sum(
+                count * part.memory(kind, choice, halves=True).between
+                for (kind, choice), count in Counter(
+                    (call.kind, choice) for call, choice in zip(calls, part.uniform(mode))
+                ).items()
             )
-            for choice in choices
+            for mode in BY_SPEED
         ]
-        return Local(
-            block.forward,
-            block.backward,
-            tuple(block.replay(choice, problem.reachable) for choice in choices),
-            tuple(choice.held_bytes * share for choice, share in zip(choices, self._saved_shares(kind, chosen))),
-            problem.trace.input_bytes,
-            sum(op.bytes for op in problem.records),
-            hidden,
-            gathered,
-            again,
-            exchanged * share.tokens * share.split,
-            tuple(seconds * (self.device.kind != "cpu") for seconds in launching),
-        )
+        return torch.tensor(sizes, dtype=torch.float64)
 
     def reached(self, ep: int) -> float:
         """Return the rows that a token makes for exchanges among `ep` ranks."""
@@ -317,45 +270,6 @@ class Formula:
                 count = find_experts(model, job.ep.plan)[0].count
                 self._rows[ep] = sum(ranks_reached(experts_per_token(model) or 1, count, routing))
         return self._rows[ep]
-
-    def _saved_shares(self, kind: int, chosen: bool) -> list[float]:
-        """Return, for each mode, the bytes that a compiled layer saves, as a share of those of an eager one."""
-        if self.query.job.partitioner is None:
-            return [1.0] * len(BY_SPEED)
-        if (kind, chosen) not in self.saved_share:
-            shares = []
-            for mode in BY_SPEED:
-                eager = self._traced(kind, mode, chosen)
-                events = self.part.memory(kind, eager, loss=self.stage.loss, compiler=self.query.job.partitioner)
-                compiled = events.held + self.part.problems[kind].trace.input_bytes
-                shares.append(compiled / max(1, eager.held_bytes))
-            self.saved_share[kind, chosen] = shares
-        return self.saved_share[kind, chosen]
-
-    def halfway(self, number: int) -> list[float]:
-        """Return the bytes that a layer holds between the halves of its backward, by mode, over its results'."""
-        if number not in self._halfway:
-            (kind, chosen), _ = self.groups[number]
-            problem = self.part.problems[kind]
-            of_forward = max(1, sum(op.bytes for op in problem.records))
-            choices = [self._choice(kind, mode if chosen else "none", problem) for mode in BY_SPEED]
-            self._halfway[number] = [
-                self.part.memory(kind, choice, halves=True).between / of_forward for choice in choices
-            ]
-        return self._halfway[number]
-
-    def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
-        if mode == "none" or not problem.trace.saves_something:
-            return problem.none()
-        traced = self._traced(kind, mode, chosen=True)
-        return problem.choice(traced.decisions, traced.label)
-
-    def _traced(self, kind: int, mode: str, chosen: bool) -> Choice:
-        """Return the choice of a mode for a kind of layer as it was traced; `chosen`: of those in the job's scope."""
-        calls = zip(self.part.traced.calls, self.part.uniform(mode))
-        return next(choice for call, choice in calls if (call.kind, call.fqn in self.part.chosen) == (kind, chosen))
-
-    # --- all layouts ----------------------------------------------------------------------------------------------
 
     def estimate(self, layouts: Sequence[Layout], ways: Sequence[Way]) -> Estimate:
         """Return seconds and bytes of all `layouts`, run in all `ways` under all modes."""
@@ -373,12 +287,24 @@ class Formula:
         return self._wires[key]
 
 
+_SUMS = (
+    "inputs",
+    "gathered",
+    "gathered again",
+    "keys",
+    "exchanged",
+)
+# Seconds of the host: alone, with products that tensor parallelism splits, and with sequences that it cuts, too.
+_LAUNCHING = (("launching", False, False), ("launching split", True, False), ("launching cut", True, True))
+_BY_MODE = ("held", *(name for name, _, _ in _LAUNCHING))
+
+
 class _Columns:
     """Numbers of all layouts as columns (layouts, 1, 1), of ways as (1, ways, 1), of modes as (1, 1, modes)."""
 
     def __init__(self, formula: Formula, layouts: Sequence[Layout], ways: Sequence[Way]) -> None:
         self.formula, self.layouts, self.ways = formula, layouts, ways
-        self.device = formula.device
+        self.device, base = formula.device, formula.base
         names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "grad_accum")
         sizes = [self.column([getattr(layout, name) for layout in layouts]) for name in names]
         self.dp_replicate, self.dp_shard, self.tp, self.cp, self.ep, self.pp, self.grad_accum = sizes
@@ -386,7 +312,6 @@ class _Columns:
         self.stages = self.pp * self.stages_per_rank
         self.staged = self.pp > 1
         self.shards = self.dp_shard * self.cp
-        self.tokens = self.column([formula.share(layout).tokens for layout in layouts])
         self.chunked = self.row([way.loss == "chunked" for way in ways])
         self.moves = self.row([way.offload != "none" for way in ways])
         self.there = self.row([moves_state(way.fsdp, self.device.kind) for way in ways])
@@ -397,15 +322,32 @@ class _Columns:
         self.last = self.row([way.sync == "last" for way in ways])
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
         self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)
-        locals_ = [formula.local(layout) for layout in layouts]
-        reached = [formula.reached(layout.ep) / formula.reached(formula.base.ep) for layout in layouts]
-        self.kinds = [self._of_kind(number, locals_) for number in range(len(formula.groups))]
-        for kind in self.kinds:
-            kind["exchanged"] = kind["exchanged"] * self.column(reached)
-        cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
         # 1 where a backward is cut in two.
         self.halves = self.column([layout.pp > 1 and layout.facts.splits_backward for layout in layouts])
-        self.hidden = self.kinds[0]["summed"] / cut  # Bytes of hidden states that a stage sends.
+        # Sequences and tokens of a rank, its computing and its hidden states, as multiples of those that were traced.
+        rows = self.column([layout.micro_batch / base.micro_batch for layout in layouts])
+        self.tokens = rows * base.cp / self.cp
+        self.split = base.tp / self.tp
+        self.grow = self.tokens * self.split
+        self.cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
+        before = base.tp if base.sequence_parallel else 1
+        self.inputs = formula.sums["inputs"] * self.tokens * before / self.cut
+        # By place; without cut sequences, each rank of tensor parallelism has whole hidden states, and works on them.
+        self.scales = self.grow, self.tokens * before / self.cut, self.tokens
+        inside = (formula.by_mode["held"] - formula.sums["inputs"]).clamp(min=0)
+        saved = zip(formula.saved, self.scales)
+        self.of_layer = sum((size * scale for size, scale in saved), self.column([0.0])) / max(1.0, sum(formula.saved))
+        self.held = self.inputs + inside * self.of_layer
+        self.summed = formula.sums["inputs"] * self.tokens * before
+        self.hidden = self.inputs / formula.layers  # Bytes of hidden states that a stage sends.
+        gathered, again = formula.sums["gathered"], formula.sums["gathered again"]
+        if base.cp == 1:
+            gathered = again = formula.sums["keys"]
+        self.gathered = gathered * rows * self.split
+        methods = self.column([layout.cp_method == "all_gather" for layout in layouts])
+        self.gathered_again = again * rows * self.split * (methods if base.cp == 1 else 1)
+        reached = [formula.reached(layout.ep) / formula.reached(base.ep) for layout in layouts]
+        self.exchanged = formula.sums["exchanged"] * self.grow * self.column(reached)
         self._of_weights()
 
     def column(self, values: Sequence[float]) -> Tensor:
@@ -418,72 +360,48 @@ class _Columns:
         bytes_, starts = zip(*(self.formula.wire(seconds, *group) for group in groups))
         return self.column(bytes_), self.column(starts)
 
-    def _of_kind(self, number: int, locals_: Sequence[list[Local]]) -> dict[str, Tensor]:
-        every = [local[number] for local in locals_]
-        columns = {
-            name: self.column([getattr(local, name) for local in every])
-            for name in ("forward", "backward", "inputs", "made", "summed", "gathered", "again", "exchanged")
-        }
-        for name in ("replay", "held", "launching"):
-            values = torch.tensor([getattr(local, name) for local in every], dtype=torch.float64)
-            columns[name] = values.unsqueeze(1)
-        return columns | {"count": torch.tensor(float(self.formula.groups[number][1]), dtype=torch.float64)}
-
     def _of_weights(self) -> None:
-        """Bytes of the weights of each kind of layer on one rank: gathered, reduced and stored, of experts apart."""
+        """Bytes of the weights on one rank: gathered, reduced and stored, of split experts apart."""
         formula, base = self.formula, self.formula.base
         stage, sharding = formula.stage, formula.stage.sharding
-        split, spread = base.tp / self.tp, base.ep / self.ep
+        spread = base.ep / self.ep
         stored = (base.dp_shard * base.cp * base.tp) / (self.shards * self.tp)
         # A stage has its share of the layers, and the first or the last one the modules around them.
         even = torch.ceil(formula.layers / self.stages) * self.stages_per_rank / formula.layers
         self.even = torch.where(self.staged, even, torch.ones_like(even))
         around = torch.where(self.staged, torch.full_like(even, 0.5), torch.ones_like(even))
-        units = [*sharding.units, *sharding.experts.values()]
-        ends = list(sharding.outside)
+        dense, experts, ends = sharding.units, tuple(sharding.experts.values()), tuple(sharding.outside)
 
-        def total(name: str, every: Sequence[Any]) -> float:
-            return float(sum(getattr(unit, name) for unit in every))
+        def total(every: Sequence[Any], *names: str) -> float:
+            return float(sum(getattr(unit, name) for unit in every for name in names))
 
-        seen: dict[int, list[Any]] = {}
-        for call, (unit, inner, _) in zip(formula.part.traced.calls, stage.units):
-            seen.setdefault(call.kind, [each for each in (unit, inner) if each is not None])
-        self.units = []
-        for (kind, _), _ in formula.groups:
-            every, share, sizes = seen[kind], formula.split_shares[kind], {}
-            for name in ("gathered", "reduce_input", "whole_grad"):
-                dense, experts = total(name, every[:1]), total(name, every[1:])
-                sizes[name] = dense * (share * split + 1 - share), experts * spread
-            shard = total("shard", every) + total("host_shard", every)
-            grads = total("grad", every) + total("host_grad", every)
-            self.units.append((sizes, shard * stored, grads * stored))
-        self.ends = {name: total(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
+        names = ("gathered", "reduce_input", "whole_grad")
+        split = formula.split_share * self.split + 1 - formula.split_share
+        self.units = {name: (total(dense, name) * split, total(experts, name) * spread) for name in names}
+        self.all_units = {name: shared + split for name, (shared, split) in self.units.items()}
+        self.ends = {name: total(ends, name) * self.split for name in names}
         self.sharded = (self.shards * self.tp * self.dp_replicate > 1) if sharding.on else torch.zeros_like(self.tp) > 0
-        layers = total("shard", units) + total("host_shard", units)
-        outside = total("shard", ends) + total("host_shard", ends) + sharding.replicated
-        self.parameters = stored * (layers * self.even + outside * around)
+        inside = total([*dense, *experts], "shard", "host_shard") * stored
+        self.parameters = inside * self.even
+        self.parameters = self.parameters + stored * (total(ends, "shard", "host_shard") + sharding.replicated) * around
+        self.stored_in_layers = inside, total([*dense, *experts], "grad", "host_grad") * stored
         trained = [*sharding.trained, *sharding.trained_on_host]
-        inside = float(sum(param.size for param in trained if param.in_layer))
+        in_layers = float(sum(param.size for param in trained if param.in_layer))
         every_trained = float(sum(param.size for param in trained))
-        self.gradients = stored * (inside * self.even + (every_trained - inside) * around)
+        self.gradients = stored * (in_layers * self.even + (every_trained - in_layers) * around)
         state = stage.optimizer.state / max(1.0, every_trained) if not sharding.trained_on_host else 2.0
         self.state, self.trained = self.gradients * state, len(trained)
         self.temporaries = self.gradients * (stage.optimizer.step / max(1.0, every_trained))
         self.host_bytes = ((self.parameters + self.gradients + self.state) * self.there).squeeze(2)
-        counted = [(float(count), sizes) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)]
-        gathered, whole = (sum(n * sum(sizes[name]) for n, sizes in counted) for name in ("gathered", "whole_grad"))
-        self.all_gathered = gathered * self.even + self.ends["gathered"] * around
-        self.all_grads = whole * self.even + self.ends["whole_grad"] * around
-        # The weights gathered at a time are those of the largest layers.
-        every_kind: list[Tensor] = [sizes["gathered"][0] + sizes["gathered"][1] for sizes, _, _ in self.units]
-        largest = functools.reduce(torch.maximum, every_kind)
-        before = max(total("gathered", every) for every in seen.values())
-        self.unit_share = largest / before if before else torch.ones_like(self.tp)
-        # Bytes of the gradients that the largest layer's backward makes, as traced.
-        self.layer_grads = max(total("whole_grad", every) for every in seen.values())
+        self.all_gathered = self.all_units["gathered"] * self.even + self.ends["gathered"] * around
+        self.all_grads = self.all_units["whole_grad"] * self.even + self.ends["whole_grad"] * around
+        # The weights gathered at a time, and the gradients that a layer's backward makes, as a share of those traced.
+        before = total([*dense, *experts], "gathered")
+        self.unit_share = self.all_units["gathered"] / before if before else torch.ones_like(self.tp)
+        self.layer_grads = total([*dense, *experts], "whole_grad") / formula.layers
 
 
-def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, float]]:
+def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], float]:
     """Return, for each kind of layer, the elements of weights that tensor parallelism leaves whole, and the share it splits.
 
     Experts that are split over ranks of their own are in neither.
@@ -493,26 +411,26 @@ def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, f
     with suppress(ValueError):  # no plan, so that no layout has tp
         names = [f"{rule.fqn}.{rule.parameter or ''}" for rule in resolve_plan(given, query.job.tp.plan, 1)]
     apart = [f"{each.fqn}." for each in find_experts(given, query.job.ep.plan)] if query.job.ep.size > 1 else []
-    whole, shares = dict[int, set[int]](), dict[int, float]()
+    whole, total = defaultdict[int, set[int]](set), [0, 0]
     for call in part.traced.calls:
-        if call.kind in whole:
-            continue
-        sizes: dict[bool, list[int]] = {True: [], False: []}
+        sizes: tuple[set[int], set[int]] = set(), set()
         for name, param in part.model.get_submodule(call.fqn).named_parameters(prefix=call.fqn):
             if not name.startswith(tuple(apart)):
-                sizes[f"{name}.".startswith(tuple(names))].append(local_part(param).numel())
-        whole[call.kind] = {*sizes[False]} - {*sizes[True]}
-        shares[call.kind] = sum(sizes[True]) / max(1, sum(map(sum, sizes.values())))
-    return whole, shares
+                is_split = f"{name}.".startswith(tuple(names))
+                sizes[is_split].add(local_part(param).numel())
+                total[is_split] += local_part(param).numel()
+        whole[call.kind] = sizes[False] - sizes[True]
+    return whole, total[True] / max(1, sum(total))
 
 
 def seconds_of(x: _Columns) -> Tensor:
     """Return the seconds of a step, by layout, way and mode.
 
     The parts are those of `nemo_like.planning.predictions.seconds`: kernels, collectives inside of layers, those of
-    FSDP2 that computing does not hide, the host, the bubble, the optimizer.
+    FSDP2 that computing does not hide, the host, the bubble, the optimizer. All of a micro-batch's layers are summed.
     """
-    formula, device = x.formula, x.device
+    formula, device, count = x.formula, x.device, x.formula.layers
+    by_mode = formula.by_mode
     inner = [layout.tp for layout in x.layouts]
     shards = [layout.dp_shard * layout.cp for layout in x.layouts]
     gather = roofline.gather_seconds
@@ -526,55 +444,55 @@ def seconds_of(x: _Columns) -> Tensor:
     sent_byte, sent_start = x.wires(roofline.exchange_seconds, [(layout.ep, 1) for layout in x.layouts])
     turns = x.grad_accum
     reduced = torch.where(x.last, torch.ones_like(turns), turns)
-    summed = reduced - 1
-    split_experts, link = x.ep > 1, device.host_link
+    split_experts, link, again = x.ep > 1, device.host_link, x.again * 1.0
 
     def over_shards(whole: Tensor, experts: Tensor) -> Tensor:
-        """Return the seconds of a gather, or a reduce-scatter; experts that are split are over ranks of their own."""
-        apart = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
-        return whole * shard_byte + shard_start + apart
+        """Return the seconds of gathers, or of reduce-scatters; experts that are split are over ranks of their own."""
+        apart = torch.where(split_experts, experts * apart_byte + count * apart_start, experts * shard_byte)
+        return whole * shard_byte + count * shard_start + apart
 
     outer = formula.outer["model"] + x.chunked * (formula.outer.get("chunked", 0.0) - formula.outer["model"])
-    outer = outer * x.tokens * (formula.base.tp / x.tp)
-    computing, launching, late = outer, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    once = late  # of a pipeline, the gathers and reductions that its stages run once
-    layers = torch.zeros(1, dtype=torch.float64)
-    for kind, (sizes, shard, grads) in zip(x.kinds, x.units):
-        count, forward, backward = kind["count"], kind["forward"], kind["backward"] + kind["replay"]
-        sums = 2 * (kind["summed"] * sum_byte + sum_start) * (x.tp > 1)
-        parts = (kind["gathered"] * part_byte + part_start) * (x.cp > 1)
-        parts_again = (kind["again"] * part_byte + part_start) * (kind["again"] > 0) * (x.cp > 1)
-        sent = (kind["exchanged"] * sent_byte + sent_start) * split_experts
-        again = x.again * 1.0
-        moved = kind["inputs"] * x.moves * x.regions
-        copying = (moved / link - forward).clamp(min=0) + (moved / link - 2 * forward).clamp(min=0)
-        inside = sums * (4 + again) + parts * (2 + again) + parts_again + sent * (2 + again) + copying
-        layer = forward + backward + inside
-        layers = layers + count * layer
-        launch = kind["launching"] + x.sharded * (1 + split_experts) * _UNIT
-        launching = launching + count * launch * (device.kind != "cpu")
-        # FSDP2: a gather is hidden by the layer before, a reduction by the rest of the next one's backward.
-        ahead = forward + 2 * sums + parts + sent
-        behind = backward + (2 + again) * sums + (1 + again) * (parts + sent)
-        fetched = over_shards(*sizes["gathered"])
-        share = sum(sizes["reduce_input"]) / x.shards
-        replicas = 2 * (share * copy_byte + copy_start) * (x.dp_replicate > 1)
-        stored = over_shards(*sizes["reduce_input"]) + replicas
-        fetch, store = x.there * shard / link, x.there * grads / link
-        behind = (behind - moved / link * x.there).clamp(min=0)
-        wait_forward = (fetch + fetched - ahead).clamp(min=0)
-        wait_backward = (fetch + fetched - behind).clamp(min=0) * ~x.stays
-        behind = torch.where(x.stays, behind, (behind - fetch - fetched).clamp(min=0))
-        wait_reduce = (stored + store - behind).clamp(min=0)
-        adding = x.there * 3 * grads / (device.host_bandwidth or link)
-        summing = torch.where(adding > 0, adding + stored + store - wait_reduce, torch.zeros_like(adding))
-        late = late + count * (turns * (wait_forward + wait_backward) + reduced * wait_reduce + summed * summing)
-        once = once + count * (fetched + stored)
+    outer = outer * x.grow
+    # No kernel is faster than its launch.
+    kernels, place, *often = formula.kernels.unbind(1)
+    split, cut, whole = x.scales
+    each = kernels * torch.where(place == SPLIT, split, torch.where(place == CUT, cut, whole))
+    each = torch.maximum(each, kernels.clamp(max=device.launch_seconds))
+    forward, backward, *replays = ((each * count).sum(2, keepdim=True) for count in often)
+    replay = torch.cat(replays, 2)
+    backward = backward + replay
+    summed = 2 * (x.summed * sum_byte + count * sum_start) * (x.tp > 1)
+    parts = (x.gathered * part_byte + count * part_start) * (x.cp > 1)
+    parts_again = (x.gathered_again * part_byte + count * part_start) * (x.gathered_again > 0) * (x.cp > 1)
+    sent = (x.exchanged * sent_byte + count * sent_start) * split_experts
+    moved = x.inputs * x.moves * x.regions
+    copying = (moved / link - forward).clamp(min=0) + (moved / link - 2 * forward).clamp(min=0)
+    layers = (
+        forward + backward + summed * (4 + again) + parts * (2 + again) + parts_again + sent * (2 + again) + copying
+    )
+    launching = torch.where(x.cut > 1, by_mode["launching cut"], by_mode["launching split"])
+    launching = torch.where(x.tp > 1, launching, by_mode["launching"])
+    launching = launching + count * x.sharded * (1 + split_experts) * _UNIT * (device.kind != "cpu")
+    # FSDP2: a gather is hidden by the layer before, a reduction by the rest of the next one's backward.
+    ahead = forward + 2 * summed + parts + sent
+    behind = backward + (2 + again) * summed + (1 + again) * (parts + sent)
+    fetched = over_shards(*x.units["gathered"])
+    replicas = 2 * (x.all_units["reduce_input"] / x.shards * copy_byte + count * copy_start) * (x.dp_replicate > 1)
+    stored = over_shards(*x.units["reduce_input"]) + replicas
+    fetch, store = (x.there * size / link for size in x.stored_in_layers)
+    behind = (behind - moved / link * x.there).clamp(min=0)
+    wait_forward = (fetch + fetched - ahead).clamp(min=0)
+    wait_backward = (fetch + fetched - behind).clamp(min=0) * ~x.stays
+    behind = torch.where(x.stays, behind, (behind - fetch - fetched).clamp(min=0))
+    wait_reduce = (stored + store - behind).clamp(min=0)
+    adding = x.there * 3 * x.stored_in_layers[1] / (device.host_bandwidth or link)
+    adding = torch.where(adding > 0, adding + stored + store - wait_reduce, torch.zeros_like(adding))
     gather_ends = x.ends["gathered"] * shard_byte + 2 * shard_start
     reduce_ends = x.ends["reduce_input"] * shard_byte + 2 * shard_start
     reduce_ends = reduce_ends + 2 * (x.ends["reduce_input"] / x.shards * copy_byte + copy_start) * (x.dp_replicate > 1)
-    late = (late + turns * gather_ends + reduced * reduce_ends) * x.sharded
-    once = (once * x.even + 0.5 * (gather_ends + reduce_ends)) * x.sharded
+    late = turns * (wait_forward + wait_backward + gather_ends) + reduced * (wait_reduce + reduce_ends)
+    late = (late + (reduced - 1) * adding) * x.sharded
+    once = ((fetched + stored) * x.even + 0.5 * (gather_ends + reduce_ends)) * x.sharded
     computing = layers + outer
     waiting = (turns * (launching - computing)).clamp(min=0)
     in_one_stage = turns * computing + late + (waiting - late).clamp(min=0)
@@ -583,12 +501,10 @@ def seconds_of(x: _Columns) -> Tensor:
     most = torch.ceil(formula.layers / x.stages)
     beside = (outer / layer.clamp(min=1e-12) - (most * x.stages - formula.layers)).clamp(0, 1)
     busiest = torch.maximum(layer * (most * x.stages_per_rank + beside), computing / x.pp)
-    replayed = sum(kind["count"] * kind["replay"] for kind in x.kinds)
-    busiest = busiest + replayed / x.pp * x.halves  # each half of a backward that is cut recomputes
+    busiest = busiest + replay / x.pp * x.halves  # each half of a backward that is cut recomputes
     busiest = torch.maximum(busiest, launching / x.pp)
-    fill = _fills(x)
     sending = 2 * (x.stages - 1) * (x.hidden / device.network + device.hop_seconds)
-    staged = turns * busiest + busiest * fill + sending + once
+    staged = turns * busiest + busiest * _fills(x) + sending + once
     passes = OPTIMIZER_OBJECTS[formula.query.job.step.optimizer]
     host_rate = device.host_bandwidth or link
     updating = x.gradients * torch.where(
@@ -602,9 +518,9 @@ def seconds_of(x: _Columns) -> Tensor:
 
 def _fills(x: _Columns) -> Tensor:
     """Return the share of a micro-batch's forward and backward on one rank that is waited for at the ends of a step."""
-    forward = sum(float(kind["count"]) * kind["forward"][0, 0, 0] for kind in x.kinds)
-    replays = torch.stack([float(kind["count"]) * kind["replay"][0, 0] for kind in x.kinds]).sum(0)
-    again = (replays / forward).tolist()
+    kernels, _, *often = x.formula.kernels.unbind(1)
+    forward, _, *replays = (float(kernels @ count) for count in often)
+    again = [replay / forward for replay in replays]
     rows = [
         [
             _fill(each.schedule, each.pp, each.stages_per_rank or 1, min(each.grad_accum, 2 * each.pp), share)
@@ -634,65 +550,53 @@ def bytes_of(x: _Columns) -> Tensor:
     The peak is the higher of two points, the loss and the backward of the last layer, where all layers' activations are
     saved. Parts that the trace has there are scaled as their tensors are.
     """
-    formula, base = x.formula, x.formula.base
-    saved = sum(kind["count"] * kind["held"] for kind in x.kinds)
-    moved = sum(kind["count"] * kind["inputs"] for kind in x.kinds) * (1 - 1 / formula.layers)
-    saved = saved - moved * x.moves * x.regions
+    formula = x.formula
+    saved = x.held - x.inputs * (1 - 1 / formula.layers) * x.moves * x.regions
     in_flight = [
         layout.facts.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1) if layout.pp > 1 else 1.0
         for layout in x.layouts
     ]
-    flight = x.column(in_flight)
+    flying = x.column(in_flight)
+    saved = saved * x.even * flying
     if bool(x.halves.any()):
-        halfway = [torch.tensor(formula.halfway(number)).double() for number in range(len(x.kinds))]
-        waits = torch.stack([kind["count"] * kind["made"] * share for kind, share in zip(x.kinds, halfway)]).sum(0)
+        waits = formula.between_halves * x.of_layer * x.even * flying
         saved = torch.where(x.halves > 0, torch.maximum(saved, waits), saved)
-    saved = torch.where(x.staged, saved * flight * x.even, saved)
-    made = [sum(op.bytes for op in formula.part.problems[kind].records) for (kind, _), _ in formula.groups]
-    largest = max(range(len(made)), key=made.__getitem__)
-    running = x.kinds[largest]["made"] / max(1, made[largest])
-    vocabulary = (
-        torch.tensor([base.tp / lay.tp if lay.loss_parallel else 1.0 for lay in x.layouts]).view(-1, 1, 1).double()
-    )
+    vocabulary = torch.where(x.column([layout.loss_parallel for layout in x.layouts]) > 0, x.split, 1.0)
     # Whole gradients wait, where only the last micro-batch reduces; else this rank's share of them.
     grows = x.grad_accum > 1
     behind = not formula.query.job.step.in_backward  # else none are left for the optimizer
-    here = x.gradients * behind * (grows | ~x.sharded) * ~x.there
-    waiting = torch.where(x.staged | (x.last & grows), x.all_grads, here)
+    here = x.gradients * behind * ~x.there
+    whole = x.staged | (x.last & grows)
     static = formula.workspaces + (x.parameters + x.state) * ~x.there + x.all_gathered * (x.stays & x.sharded)
+    step = static + (x.gradients + x.temporaries) * behind * ~x.there
+    traced_grads = max(1, sum(unit.grad for unit in formula.stage.sharding.all))
     most: list[Tensor] = []
-    for mode in BY_SPEED:
-        points, at = [], len(most)
+    for at, mode in enumerate(BY_SPEED):
+        top = step
         for loss, where in (("model", ~x.chunked), ("chunked", x.chunked)):
-            if (mode, loss) not in formula.places:
-                continue
-            places = formula.places[mode, loss]
-            tops = []
-            for place in (_HEAD, _LAYER):
+            places = formula.places.get((mode, loss), {_HEAD: {}})
+            for place in (_HEAD, _LAYER, _END):
                 parts = places.get(place, {})
                 wide = sum(parts.get(part, 0) for part in OF_HEAD)
-                if loss == "chunked":
-                    fixed = min(wide, formula.fixed_in_chunks)
-                    head = fixed + (wide - fixed) * x.tokens
-                else:
-                    head = wide * x.tokens * vocabulary
+                fixed = min(wide, formula.fixed_in_chunks) if loss == "chunked" else 0
+                head = fixed + (wide - fixed) * x.tokens * (1.0 if fixed else vocabulary)
                 at_work = parts.get(Part.RUNNING_LAYER, 0)
-                layer = torch.maximum(running * at_work, x.unit_share * min(at_work, x.layer_grads))
-                units = parts.get(Part.GATHERED_LAYERS, 0) * x.unit_share * x.sharded * ~x.stays
-                root = parts.get(Part.GATHERED_ROOT, 0) * (base.tp / x.tp) * x.sharded
-                buffers = parts.get(Part.REDUCE_BUFFERS, 0) * x.unit_share * x.sharded
-                moving = head + layer + units + root + buffers
-                tops.append(static + waiting + saved[..., at : at + 1] + moving * (1 + formula.excess))
-            step = static + (x.gradients + x.temporaries) * behind * ~x.there
-            top = torch.maximum(torch.maximum(*tops), step)
-            points.append(torch.where(where, top, torch.zeros_like(top)))
-        most.append(torch.stack(points).sum(0))
+                layer = torch.maximum(x.of_layer * at_work, x.unit_share * min(at_work, x.layer_grads))
+                units = parts.get(Part.GATHERED_LAYERS, 0) * ~x.stays + parts.get(Part.REDUCE_BUFFERS, 0)
+                root = parts.get(Part.GATHERED_ROOT, 0) * x.split
+                moving = head + layer + (units * x.unit_share + root) * x.sharded
+                # One micro-batch has the gradients of the layers that went back, whose activations are gone.
+                back = torch.where(grows, 1.0, parts.get(Part.GRADIENTS, 0) / traced_grads)
+                waiting = torch.where(whole, x.all_grads, here * back)
+                gone = 1 - parts.get(Part.SAVED_ACTIVATIONS, 0) / max(1, places[_HEAD].get(Part.SAVED_ACTIVATIONS, 0))
+                left = saved[..., at : at + 1] * (1 - gone / flying)
+                now = static + waiting + left + moving * (1 + formula.excess)
+                top = torch.where(where, torch.maximum(top, now), top)
+        most.append(top)
     total = torch.cat([each.expand(len(x.layouts), len(x.ways), 1) for each in most], dim=2)
     # Stages have a receive buffer for each micro-batch, both ways, and most schedules keep the tensors that were sent.
     keeps = x.column([1 if layout.facts.frees_sent else 2 for layout in x.layouts])
-    return total + torch.where(
-        x.staged, 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps, torch.zeros_like(keeps)
-    )
+    return total + x.staged * 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps
 
 
 _UNIT = host_seconds(0, "none", units=1, split_products=0)  # Seconds of the host for a unit of FSDP2.
