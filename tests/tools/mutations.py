@@ -127,7 +127,7 @@ FAULTS: tuple[Fault, ...] = (
         "activation_checkpointing/sequential.py",
         "            with only_fsdp_hooks(self.module):\n",
         "            with contextlib.nullcontext():\n",
-        "tests/activation_checkpointing/test_hooks.py",
+        "tests/activation_checkpointing/test_sequential.py",
     ),
     Fault(
         "precision.py",
