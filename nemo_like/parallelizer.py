@@ -51,7 +51,7 @@ from nemo_like.distributed.shard import (
 from nemo_like.distributed.tensor.apply import (
     apply_tensor_parallel,
     check_packed_weights,
-    cut_outside_of_regions,
+    put_edges,
 )
 from nemo_like.distributed.unit_calls import guard_units, refuse_new_parameters
 from nemo_like.distributed.units import sharded_by_caller
@@ -370,7 +370,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     if not specs and not kv_sharing.needs_cache(model):
         # As with checkpointing: a cache of keys and values takes memory that no plan has, and training never reads it.
         kv_sharing.call_without_cache(model, [layer.module for layer in find_layers(model, names)])
-    cut_outside_of_regions(model)
+    put_edges(model)
     if job.chunks is not None:
         chunk_model_loss(model, job.chunks)
     if job.tp.asynchronous and ranks is not None:

@@ -182,16 +182,7 @@ def positions(length: int, ranks: int, rank: int, device: torch.device | str | N
     >>> positions(8, 2, 0).tolist(), positions(8, 2, 1).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
-    if ranks == 1:
-        return torch.arange(length, device=device)
-    chunk = length // (2 * ranks)
-    last = 2 * ranks - 1 - rank
-    return torch.cat(
-        [
-            torch.arange(rank * chunk, (rank + 1) * chunk, device=device),
-            torch.arange(last * chunk, (last + 1) * chunk, device=device),
-        ]
-    )
+    return cut(torch.arange(length, device=device), 0, ranks, rank)
 
 
 def pad(whole: Tensor, dim: int, ranks: int, value: float = 0) -> Tensor:

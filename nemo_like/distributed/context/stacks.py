@@ -20,6 +20,8 @@ from nemo_like.transformers_compat import COUNT_IDS, TEMPERATURE_TUNING, model_b
 _CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_?attention|cross_?attn)$", re.IGNORECASE)
 _INPUTS = ("input_ids", "inputs_embeds")
 _FLEX = "flex_attention"
+_COUNTS_ITSELF = "counts the positions of its tokens itself, which are those of a part"
+_NEIGHBOURS = "combines neighbours along the sequence"
 _DEEP = "deepstack_visual_embeds"  # An argument of stacks that add states of pictures between their layers (Qwen3-VL).
 
 
@@ -95,25 +97,35 @@ def _check(model: nn.Module, stack: CutStack) -> None:
 
 def _uncut(stack: CutStack) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, module, why) of modules below `stack` that make biases or positions from their sequence."""
-    if _DEEP in stack.arguments:
-        yield "", stack.module, f"adds states of pictures between its layers ({_DEEP}), which stay whole"
-    if counts_ids(stack.module):
-        yield "", stack.module, "counts positions over the ids that are not padding"
+    yield from _with_reason(
+        "",
+        stack.module,
+        (_DEEP in stack.arguments, f"adds states of pictures between its layers ({_DEEP}), which stay whole"),
+        (counts_ids(stack.module), "counts positions over the ids that are not padding"),
+    )
     for name, module in stack.module.named_modules():
-        if hasattr(module, "compute_bias"):
-            yield name, module, "makes relative position biases (compute_bias) for as many keys as it sees"
-        elif _CROSS.search(name):
-            yield name, module, "looks at states of another modality or of an encoder, which are not cut"
-        elif "pooler" in name.rpartition(".")[2].lower():
-            yield name, module, "reads one token of a sequence, which is on one rank only"
-        elif reads_the_longest(module):
-            yield name, module, "makes frequencies by the longest position of its call (longrope, dynamic)"
-        elif not stack.transformers and _FLEX in _names(module):
-            yield name, module, "calls flex attention itself, whose block mask is one of whole sequences"
-        elif counts_positions(module):
-            yield name, module, f"scales queries by positions that it counts itself ({TEMPERATURE_TUNING})"
-        elif stack.transformers and _counts_along(stack, name, module):
-            yield name, module, "counts the positions of its tokens itself, which are those of a part"
+        yield from _with_reason(
+            name,
+            module,
+            (
+                hasattr(module, "compute_bias"),
+                "makes relative position biases (compute_bias) for as many keys as it sees",
+            ),
+            (_CROSS.search(name), "looks at states of another modality or of an encoder, which are not cut"),
+            ("pooler" in name.rpartition(".")[2].lower(), "reads one token of a sequence, which is on one rank only"),
+            (reads_the_longest(module), "makes frequencies by the longest position of its call (longrope, dynamic)"),
+            (
+                not stack.transformers and _FLEX in _names(module),
+                "calls flex attention itself, whose block mask is one of whole sequences",
+            ),
+            (counts_positions(module), f"scales queries by positions that it counts itself ({TEMPERATURE_TUNING})"),
+            (stack.transformers and _counts_along(stack, name, module), _COUNTS_ITSELF),
+        )
+
+
+def _with_reason(name: str, module: nn.Module, *reasons: tuple[object, str]) -> list[tuple[str, nn.Module, str]]:
+    """Return (name, module, why) for the first of `reasons`, (whether it holds, why), that holds; empty: none does."""
+    return [(name, module, why) for holds, why in reasons if holds][:1]
 
 
 def reads_the_longest(module: nn.Module) -> bool:
@@ -175,9 +187,6 @@ _MIXERS = re.compile(
     r"|longformer|reformer)\b|linear attention|delta net|gated delta|short conv|time shift|token shift|time mix|r wkv"
 )
 _ATTENTION = re.compile(r"attention$|attn$|selfattention|multi_?head", re.IGNORECASE)
-_BY_ITSELF = (
-    "computes attention itself, not by transformers' AttentionInterface, torch's fused function or flex attention"
-)
 # Parameters and attributes that only recurrences along the sequence have.
 _STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slope_rate", "conv_state")
 
@@ -194,22 +203,35 @@ def sequence_mixers(
     """
     for name, module in bare_modules(stack):
         cls = class_of(module).__name__
-        if isinstance(module, _OPERATORS):
-            yield name, module, "combines neighbours along the sequence"
-        elif isinstance(module, nn.MultiheadAttention | nn.Transformer):
-            yield name, module, "computes its attention inside torch, where other ranks' keys cannot be given to it"
-        elif _MIXERS.search(" ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", cls)).lower()) is not None:
-            yield name, module, "passes a state along the sequence, which a part of it does not have"
-        elif "Indexer" in cls and not (masked and takes_a_mask(module)):
-            yield name, module, "chooses among the keys of the whole sequence"
-        elif getattr(module, "trigram_input", False) or cls.endswith("Compressor"):
-            yield name, module, "combines neighbours along the sequence"
-        elif states := [state for state in _STATES if hasattr(module, state)]:
-            yield name, module, f"passes a state along the sequence ({states[0]})"
-        elif transformers and uses_interface(module) and _counts(module) and not counts_positions(module):
-            yield name, module, "counts the positions of its tokens itself, which are those of a part"
-        elif transformers and _is_own_attention(module) and not (masked and any(map(takes_a_mask, module.modules()))):
-            yield name, module, _BY_ITSELF
+        words = " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", cls)).lower()
+        state = next((state for state in _STATES if hasattr(module, state)), None)
+        yield from _with_reason(
+            name,
+            module,
+            (isinstance(module, _OPERATORS), _NEIGHBOURS),
+            (
+                isinstance(module, nn.MultiheadAttention | nn.Transformer),
+                "computes its attention inside torch, where other ranks' keys cannot be given to it",
+            ),
+            (_MIXERS.search(words), "passes a state along the sequence, which a part of it does not have"),
+            (
+                "Indexer" in cls and not (masked and takes_a_mask(module)),
+                "chooses among the keys of the whole sequence",
+            ),
+            (getattr(module, "trigram_input", False) or cls.endswith("Compressor"), _NEIGHBOURS),
+            (state, f"passes a state along the sequence ({state})"),
+            (
+                transformers and uses_interface(module) and _counts(module) and not counts_positions(module),
+                _COUNTS_ITSELF,
+            ),
+            (
+                transformers
+                and _is_own_attention(module)
+                and not (masked and any(map(takes_a_mask, module.modules()))),
+                "computes attention itself, not by transformers' AttentionInterface, torch's fused function or flex "
+                "attention",
+            ),
+        )
 
 
 def takes_a_mask(module: nn.Module) -> bool:

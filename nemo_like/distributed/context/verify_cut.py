@@ -41,15 +41,8 @@ def as_it_was(*models: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for model in models:
             stack.enter_context(chunked_in_evaluation(model))
-            stack.enter_context(evaluating(model))
-        yield
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is in evaluation mode; it is put back after, as by `put_back`."""
-    with put_back(model):
-        model.eval()
+            stack.enter_context(put_back(model))
+            model.eval()
         yield
 
 

@@ -369,26 +369,20 @@ def deal(costs: tuple[float, ...], stages: int, first: float = 0.0, last: float 
         raise ValueError(f"{count} layers cannot be divided over {stages} stages: each requires one. Use fewer stages.")
     sums = [0.0, *itertools.accumulate(costs)]
 
-    def cost_of(stage: int, begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+    # The best cut of the first n layers into the stages so far, by n: its dearest stage, the sum of squares of its stages,
+    # and their layers as negative numbers, so that the least of these gives most to the earlier ones.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
 
-    # best[s][n]: (the dearest of the first s stages, and the sum of squares) over the first n layers
-    best: list[dict[int, tuple[tuple[float, float], list[int]]]] = [{0: ((0.0, 0.0), [])}]
+    def longer(begin: int, end: int, more: float) -> tuple[float, float, list[int]]:
+        dearest, squares, cuts = best[begin]
+        cost = sums[end] - sums[begin] + more
+        return round(max(dearest, cost), 9), round(squares + cost * cost, 9), [*cuts, begin - end]
+
     for stage in range(stages):
-        row: dict[int, tuple[tuple[float, float], list[int]]] = {}
-        for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            for begin, ((dearest, squares), cuts) in best[-1].items():
-                if begin >= end:
-                    continue
-                cost = cost_of(stage, begin, end)
-                candidate = ((round(max(dearest, cost), 9), round(squares + cost * cost, 9)), [*cuts, end - begin])
-                if end not in row or (candidate[0], [-n for n in candidate[1]]) < (
-                    row[end][0],
-                    [-n for n in row[end][1]],
-                ):
-                    row[end] = candidate
-        best.append(row)
-    return tuple(best[-1][count][1])
+        more = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        ends = range(stage + 1, count - (stages - stage - 1) + 1)
+        best = {end: min(longer(begin, end, more) for begin in best if begin < end) for end in ends}
+    return tuple(-layers for layers in best[count][2])
 
 
 def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:

@@ -84,11 +84,8 @@ class Pipeline(StagesOfRank, Stages):
         schedule = self._schedule(*self._verified_cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
-        losses: list[Tensor] = []
-        if any(stage.slice.is_last for stage in self.stages):
-            schedule.step(*args, microbatch=numbers, target=numbers, losses=losses)
-        else:
-            schedule.step(*args, microbatch=numbers)
+        losses: list[Tensor] = []  # of the last stage; others leave it empty
+        schedule.step(*args, microbatch=numbers, target=numbers, losses=losses)
         self._add_up_tied()
         return self._mean(losses)
 
@@ -373,10 +370,4 @@ def trust(pipeline: Pipeline) -> None:
 def _tied_group(mesh: DeviceMesh) -> Any:
     """The first and the last rank of this rank's pipeline; made on every rank, for every pipeline in turn."""
     pipelines = mesh.mesh.movedim((mesh.mesh_dim_names or ()).index("pp"), -1).flatten(0, -2)
-    mine = None
-    for ranks in pipelines.tolist():
-        ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            mine = group
-    return mine
+    return dist.new_subgroups_by_enumeration(pipelines[:, [0, -1]].tolist())[0]

@@ -29,6 +29,7 @@ from nemo_like.distributed.tensor.plan import (
     resolve_plan,
 )
 from nemo_like.distributed.tensor.shared_random import SharedRandom
+from nemo_like.distributed.weights.tensor_locations import find_slots
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.options.parallel import FSDP2, ranks_between
@@ -98,7 +99,7 @@ def apply_tensor_parallel(
     if mesh.size() == 1:
         return model
 
-    ties = _ties(model)
+    ties = [slot.places for slot in find_slots(model) if slot.is_parameter and len(slot.places) > 1]
     for rule in rules:
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
@@ -107,7 +108,7 @@ def apply_tensor_parallel(
         _cut_sequences(model, places, mesh, ends)
     own_outputs(model, [rule.module for rule in rules])
     model.register_forward_hook(_name_mixture, always_call=True)
-    _tie_again(model, ties)
+    _tie_again(ties)
     if loss_parallel:
         model.register_forward_pre_hook(_refuse_own_loss, with_kwargs=True)
     SharedRandom(mesh).put(model)
@@ -133,13 +134,15 @@ def check_packed_weights(
         ValueError, TypeError: that, or an error of `apply_tensor_parallel` about the plan.
     """
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
-    for rule in resolve_plan(model, plan, mesh["tp"].size(), whole):
-        names = rule.module._parameters if rule.parameter is None else [rule.parameter]
-        weights = [rule.module._parameters[name] for name in names] if rule.style_name == "packed_colwise" else []
-        for weight in weights:
-            if weight is None or weight.dim() != 2 or ranks == 1:
-                continue
-            if weight.shape[1] % ranks or ranks_between(fsdp):
+    rules = resolve_plan(model, plan, mesh["tp"].size(), whole)
+    for rule in rules if ranks > 1 else ():
+        for name, weight in rule.module._parameters.items() if rule.style_name == "packed_colwise" else ():
+            if (
+                rule.parameter in (None, name)
+                and weight is not None
+                and weight.dim() == 2
+                and (weight.shape[1] % ranks or ranks_between(fsdp))
+            ):
                 raise ValueError(
                     f"{rule.fqn!r}, {tuple(weight.shape)}, is packed over tp (packed_colwise), so FSDP2 must shard its "
                     f"dim 1: {ranks} ranks must divide it, and none of them can be left out after forward. Choose "
@@ -160,8 +163,8 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         style = SummedGradients()  # it reads the output of the linear above: this rank's part of the sequence
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
     parallelize_module(rule.module, mesh, style, src_data_rank=None)
-    if isinstance(style, RowwiseParallel):
-        look_up_own_rows(rule.module)
+    if isinstance(style, RowwiseParallel) and looks_up_own_rows(rule.module):
+        _LookUp(rule.module).put()
 
 
 # ---------------------------------------------------------------------------------------------------- sequence parallel
@@ -320,9 +323,9 @@ class _Edges:
         self.handles += [m.register_forward_hook(gather, with_kwargs=True) for m in last]
 
 
-def cut_outside_of_regions(model: nn.Module) -> None:
-    """Once layers are checkpointed: move the cuts of `sequence_parallel` out of the first and last region, so that the first
-    one holds a part of the sequence alone."""
+def put_edges(model: nn.Module) -> None:
+    """Have the cuts of `sequence_parallel` act where stacks of layers begin and end now. Once layers are checkpointed, that
+    moves them out of the first and last region, so that the first one holds a part of the sequence alone."""
     ends = getattr(model, _EDGES, None)
     if ends is not None:
         ends.put(model)
@@ -338,9 +341,7 @@ def set_edges_aside(model: nn.Module) -> None:
 @contextmanager
 def edges(model: nn.Module) -> Iterator[None]:
     """Within it, the hooks that `set_edges_aside` took off act, for a run of the whole model."""
-    ends = getattr(model, _EDGES, None)
-    if ends is not None:
-        ends.put(model)
+    put_edges(model)
     try:
         yield
     finally:
@@ -459,18 +460,11 @@ def cut_head(model: nn.Module, rules: Sequence[Rule]) -> Rule:
     )
 
 
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter that is registered more than once."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [modules for modules in places.values() if len(modules) > 1]
+def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Cutting replaces parameters one by one; those that were one object become one again.
 
-
-def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Cutting replaces parameters one by one; those that were one object become one again."""
+    ties: the places of each parameter that is registered more than once.
+    """
     for (first, first_name), *others in ties:
         kept = first._parameters[first_name]
         for module, name in others:
@@ -487,21 +481,15 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> Non
 
 
 def looks_up_own_rows(module: nn.Module) -> bool:
-    """Return whether `look_up_own_rows` knows the forward of `module`. It must be that of
-    `torch.nn.Embedding` itself, with a dense gradient, and without ``max_norm``, which changes rows in forward."""
+    """Return whether `_LookUp` knows the forward of `module`. It must be that of `torch.nn.Embedding` itself, with a dense
+    gradient, and without ``max_norm``, which changes rows in forward."""
     plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     return plain and not module.sparse and module.max_norm is None
 
 
-def look_up_own_rows(module: nn.Module) -> None:
-    """Let the forward of `module`, whose weight is a DTensor cut on dim 0 over a mesh of one axis, look up this rank's rows
-    itself: its output is then a partial sum, as torch's. Of modules that are not known (`looks_up_own_rows`), nothing."""
-    if looks_up_own_rows(module):
-        _LookUp(module).put()
-
-
 class _LookUp(Forward):
-    """The forward of an embedding that is cut by rows; ids as a DTensor that every rank has whole."""
+    """The forward of an embedding whose weight is a DTensor cut on dim 0 over a mesh of one axis: it looks up this rank's
+    rows, and its output is a partial sum, as torch's. Ids as a DTensor that every rank has whole."""
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module

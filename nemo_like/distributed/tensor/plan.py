@@ -23,7 +23,7 @@ from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.weights.tensor_locations import describe_strided, is_strided
+from nemo_like.distributed.weights.tensor_locations import describe_strided, find_slots, is_strided
 from nemo_like.options import did_you_mean
 from nemo_like.transformers_compat import PARALLEL_STYLES, text_config
 
@@ -137,22 +137,30 @@ def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> l
     if not isinstance(style, str | ParallelStyle):
         raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
     name = style if isinstance(style, str) else type(style).__name__
-    if isinstance(style, str) and make_style(style) is None:
-        raise ValueError(
-            f"The tensor-parallel style {style!r} (of {pattern!r}) is unknown; known are {', '.join(known_styles())}."
-            + did_you_mean(style, known_styles())
-        )
     config = text_config(getattr(model, "config", None))
+    known = make_style(style, config) if isinstance(style, str) else style
+    if known is None:
+        raise ValueError(
+            f"The tensor-parallel style {name!r} (of {pattern!r}) is unknown; known are {', '.join(known_styles())}."
+            + did_you_mean(name, known_styles())
+        )
     regex = glob_to_regex(pattern)
     plain = plain_names(model)
     rules = []
     for fqn, module in model.named_modules():
         if regex.fullmatch(fqn) or (not fqn.endswith(".base_layer") and regex.fullmatch(plain(fqn))):
-            rules.append(Rule(fqn, _made(style, config), name, module))
+            rules.append(Rule(fqn, known, name, module))
         for parameter in module._parameters:
             full = f"{fqn}.{parameter}" if fqn else parameter
             if (regex.fullmatch(full) or regex.fullmatch(plain(full))) and module._parameters[parameter] is not None:
-                rules.append(_parameter_rule(full, module, parameter, style, name, config))
+                # A bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself.
+                of_one = known if isinstance(known, InstalledStyle) else installed_style(name, config)
+                if of_one is None:
+                    raise ValueError(
+                        f"The plan gives the single parameter {full!r} the style {name!r}, which here applies to whole "
+                        f"modules; name {fqn!r} instead."
+                    )
+                rules.append(Rule(full, of_one, name, module, parameter))
     if not rules and not is_default:
         raise ValueError(
             f"The plan's pattern {pattern!r} matches no module and no parameter of this {type(model).__name__}."
@@ -162,19 +170,6 @@ def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> l
             f"The tensor-parallel plan of {type(model).__name__} has {pattern!r}, which this instance lacks: left out."
         )
     return rules
-
-
-def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, name: str, config: object) -> Rule:
-    """A rule for a bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself."""
-    styles = installed_styles()
-    if isinstance(style, InstalledStyle):
-        return Rule(fqn, style, name, module, parameter)
-    if name not in styles:
-        raise ValueError(
-            f"The plan gives the single parameter {fqn!r} the style {name!r}, which here applies to whole modules; "
-            f"name {fqn.rpartition('.')[0]!r} instead."
-        )
-    return Rule(fqn, InstalledStyle(name, styles[name], config), name, module, parameter)
 
 
 def _with_adapters(model: nn.Module, rule: Rule) -> Iterator[Rule]:
@@ -195,15 +190,8 @@ def _with_adapters(model: nn.Module, rule: Rule) -> Iterator[Rule]:
             f"{', '.join(sorted(COLWISE | ROWWISE))} can",
         )
     for name, linear, style_name in factors(rule.fqn, rule.module, rule.style_name, rule.style_name in COLWISE):
-        style = _made(style_name) if style_name else WholeFactor()
+        style = _STYLES[style_name]() if style_name else WholeFactor()
         yield Rule(name, style, style_name or "replicate", linear, adapted=rule.fqn)
-
-
-def _made(style: str | ParallelStyle, config: object = None) -> ParallelStyle:
-    """The style itself, where its name is known to be known."""
-    built_style = make_style(style, config) if isinstance(style, str) else style
-    assert built_style is not None
-    return built_style
 
 
 def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
@@ -211,11 +199,8 @@ def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
 
     Raises ValueError for any other parameter that a rule would cut and a module without a matching rule shares.
     """
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            if parameter is not None and not any(module is other for _, other in owners.get(id(parameter), [])):
-                owners.setdefault(id(parameter), []).append((fqn, module))
+    owners = {id(slot.tensor): [module for module, _ in slot.places] for slot in find_slots(model)}
+    names = {module: fqn for fqn, module in model.named_modules()}
     by_fqn = {rule.fqn: rule for rule in rules}
     added: list[Rule] = []
     for rule in rules:
@@ -224,7 +209,8 @@ def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
             "embedding_colwise",
         }:
             continue
-        for fqn, module in owners.get(id(rule.module._parameters.get("weight")), []):
+        for module in owners.get(id(rule.module._parameters.get("weight")), []):
+            fqn = names[module]
             if fqn in by_fqn or module is rule.module:
                 continue
             partner = _partner_style(rule, module)
@@ -233,7 +219,7 @@ def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
                     f"{rule.fqn!r} shares its weight with {fqn!r}, which the tensor-parallel plan leaves whole: give "
                     f"{fqn!r} a style that cuts the same dimension, or untie the two."
                 )
-            by_fqn[fqn] = Rule(fqn, _made(partner), partner, module)
+            by_fqn[fqn] = Rule(fqn, _STYLES[partner](), partner, module)
             added.append(by_fqn[fqn])
     return rules + added
 
@@ -453,10 +439,13 @@ def known_styles() -> tuple[str, ...]:
 
 def make_style(name: str, config: object = None) -> ParallelStyle | None:
     """The style called `name`, or None where neither we nor the installed transformers know it."""
-    if name in _STYLES:
-        return _STYLES[name]()
-    installed = installed_styles()
-    return InstalledStyle(name, installed[name], config) if name in installed else None
+    return _STYLES[name]() if name in _STYLES else installed_style(name, config)
+
+
+def installed_style(name: str, config: object) -> InstalledStyle | None:
+    """The style of the installed transformers called `name`, or None."""
+    style = installed_styles().get(name)
+    return None if style is None else InstalledStyle(name, style, config)
 
 
 def installed_styles() -> Mapping[str, Any]:
