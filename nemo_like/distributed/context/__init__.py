@@ -5,6 +5,7 @@ one pair on the model (labels and loss), one on its stack of layers (inputs), an
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.context.attention import AttentionHooks, position_hook, register, unregistered
+from nemo_like.distributed.context.attention import AttentionHooks, register, unregistered, with_own_positions
 from nemo_like.distributed.context.methods import METHODS
 from nemo_like.distributed.context.parts import MARK, CutStack, Parts, StackHooks
 from nemo_like.distributed.context.sequence_ops import name_group
@@ -105,7 +106,7 @@ def _install(
         setattr(module, MARK, parts)
         undo.callback(vars(module).pop, MARK, None)
         if not stack.transformers and type(module) is nn.Embedding:
-            undo.callback(module.register_forward_pre_hook(position_hook(parts)).remove)
+            undo.callback(module.register_forward_pre_hook(functools.partial(with_own_positions, parts)).remove)
     if stack.transformers:
         _reroute(stack, undo)
     return undo

@@ -272,9 +272,8 @@ class OfTorch(Attention):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
         call = CURRENT.get()
-        if mask is None and not causal:
-            if call is not None and call.padded:  # (1, S), True for the keys of tokens
-                mask = torch.arange(key.shape[-2], device=key.device)[None] < call.length
+        if mask is None and not causal and call is not None and call.padded:  # (1, S), True for the keys of tokens
+            mask = torch.arange(key.shape[-2], device=key.device)[None] < call.length
         elif mask is not None and mask.shape[-1] != key.shape[-2]:
             raise NotImplementedError(
                 f"cp cuts the sequence, and a layer brings an attention mask {tuple(mask.shape)} of its own for "
@@ -317,16 +316,12 @@ class AttentionHooks:
         return self._parts.method.attend(call)
 
 
-def position_hook(parts: Parts) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+def with_own_positions(parts: Parts, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A forward pre-hook of an `nn.Embedding`: ``arange(T)``, with which models look positions up, becomes this rank's."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if CURRENT.get() is None or not args or not isinstance(args[0], Tensor) or not _is_range(args[0]):
-            return None
-        index: Tensor = args[0]
-        return (parts.positions(index.numel() * parts.ranks, index.device).view_as(index).to(index.dtype), *args[1:])
-
-    return hook
+    if CURRENT.get() is None or not args or not isinstance(args[0], Tensor) or not _is_range(args[0]):
+        return None
+    index: Tensor = args[0]
+    return (parts.positions(index.numel() * parts.ranks, index.device).view_as(index).to(index.dtype), *args[1:])
 
 
 def _is_range(index: Tensor) -> bool:

@@ -274,14 +274,10 @@ class GatherKeys(ContextMethod):
             chunks = got.pop(0)
             whole, sums = chunks.permute(1, 2, 3, 0, 4), torch.zeros_like(chunks) if backward else None
             for rows, columns in blocks:
-                if not whole[:, :, :, columns].shape[3]:
-                    continue
-                if sums is None:
-                    yield rows, whole[:, :, :, columns], False
-                else:
-                    _add(sums[columns], (yield rows, whole[:, :, :, columns], False))
+                if whole[:, :, :, columns].shape[3]:
+                    _add(sums, columns, (yield rows, whole[:, :, :, columns], False))
             if sums is not None:
-                _add(sums[rank * half : (rank + 1) * half], of_own.pop(0))
+                _add(sums, slice(rank * half, (rank + 1) * half), of_own.pop(0))
                 parts.append(torch.empty_like(sent[number]))
                 reduced.append(dist.reduce_scatter_single(parts[-1], sums, group=ranks_of, async_op=True))
             del chunks, whole, sums
@@ -295,10 +291,11 @@ class GatherKeys(ContextMethod):
         return (3 + 2 * ranks if backward else 2 + ranks) * part
 
 
-def _add(sums: Tensor, grads: Any) -> None:
-    """Add gradients of keys and of values, (B, heads, M, D) each, to sums (M, 2, B, heads, D)."""
-    for number, grad in enumerate(grads):
-        sums[:, number] += grad.permute(2, 0, 1, 3)
+def _add(sums: Any, rows: slice, grads: Any) -> None:
+    """Add gradients of keys and of values, (B, heads, M, D) each, to `rows` of sums (L, 2, B, heads, D). In forward there
+    are none of them, and no sums."""
+    for number, grad in enumerate(grads or ()):
+        sums[rows, number] += grad.permute(2, 0, 1, 3)
 
 
 # ``ring``: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.
@@ -320,16 +317,17 @@ class Ring(ContextMethod):
 
     def check(self, stack: CutStack, ranks: int) -> None:
         config: Any = getattr(stack.module, "config", None)
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        kind = min(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}, default=None)
         implementation = attention_of(config)
-        why = None
-        if implementation != "sdpa":
-            why = f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')"
-        elif kinds:
-            why = f"has layers of {sorted(kinds)[0]}"
-        elif "encoder_hidden_states" in stack.arguments:
-            why = "may look at an encoder's states"
-        if why is not None:
+        reasons = (
+            (
+                implementation != "sdpa",
+                f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')",
+            ),
+            (kind, f"has layers of {kind}"),
+            ("encoder_hidden_states" in stack.arguments, "may look at an encoder's states"),
+        )
+        if why := next((why for holds, why in reasons if holds), None):
             raise ValueError(
                 f"method='ring' has causal self-attention alone, and {stack.name or 'the model'}, a "
                 f"{type(stack.module).__name__}, {why}: use method='all_gather'."

@@ -185,8 +185,7 @@ running: contextvars.ContextVar[PackedRows | None] = contextvars.ContextVar("nem
 
 def kept_apart() -> None:
     """To be called by who makes a mask that hides other documents."""
-    rows = running.get()
-    if rows is not None:
+    if (rows := running.get()) is not None:
         rows.apart = True
 
 
@@ -284,9 +283,8 @@ class StackHooks:
         if documents is not None:
             missing = sequence_ops.padded_length(main.shape[1], self._parts.ranks) - main.shape[1]
             documents = torch.cat([documents, documents[:, -1:].expand(-1, missing)], 1)
-        masked = mask is not None
-        if masked and not self._parts.method.takes_masks:  # one that hides nothing is none
-            masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
+        may_be_none = not self._parts.method.takes_masks and isinstance(mask, Tensor) and mask.ndim == 2
+        masked = mask is not None and not (may_be_none and bool(mask.all()))  # one that hides nothing is none
         return StackCall(self._parts, main.shape[1], masked, documents), main
 
     def _cut(self, length: int, name: str, value: Any) -> Any:

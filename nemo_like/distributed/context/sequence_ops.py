@@ -123,16 +123,12 @@ def is_undone_by(operator: Any, opposite: Callable[..., Tensor]) -> None:
     operator.register_autograd(backward, setup_context=_keep_arguments)
 
 
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Every rank goes backward from the same sum, so each part is in `ranks` of them; FSDP's mean divides by that again.
-    return grad * ctx.arguments[0], None, None
-
-
 is_undone_by(gather_sequence, scatter_sequence)
 is_undone_by(scatter_sequence, gather_sequence)
 is_undone_by(heads_for_sequence, sequence_for_heads)
 is_undone_by(sequence_for_heads, heads_for_sequence)
-sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
+# Every rank goes backward from the same sum, so each part is in `ranks` of them; FSDP's mean divides by that again.
+is_undone_by(sum_parts, lambda grad, ranks, group: grad * ranks)
 
 # Saved, unless a plan repeats them or puts their results on the host; but for gathered tensors, since keeping them
 # would undo the saving of the cut. Gathering, a rank receives the parts it does not have, into a buffer of the whole;

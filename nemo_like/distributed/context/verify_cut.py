@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like.activation_checkpointing.engine.containers import refill
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
-from nemo_like.distributed.context.parts import Parts, main_input, tensors_of
+from nemo_like.distributed.context.parts import Parts, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, padded_length
 from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
 
@@ -89,16 +89,20 @@ def wanted(length: int, ranks: int) -> int | None:
     return {"0": None, "1": 0}.get(os.environ.get("NEMO_LIKE_VERIFY", ""), default)
 
 
-def verify_cut(model: nn.Module, parts: Parts, batch: Mapping[str, Any], tokens: int) -> None:
-    """Raise ValueError, on every rank, where `model` answers otherwise on parts than on whole sequences.
+def verify_cut(model: nn.Module, parts: Parts, batch: Mapping[str, Any], main: Tensor) -> None:
+    """Raise ValueError, on every rank, where `model` answers otherwise on parts than on whole sequences, of as many tokens
+    as `wanted` tells.
 
     Args:
         batch: arguments of the call by name.
-        tokens: as `wanted` gives.
+        main: that of them which the sequence is read from.
     """
-    main = main_input(dict(batch))
-    assert main is not None  # the caller looked
-    inputs = first_tokens(batch, sequence_length(main), tokens, parts.ranks)
+    # Tokens per row of ids (B, S), or with choices or codebooks in addition, or of embeddings (B, S, D).
+    length = main.shape[1] if main.is_floating_point() else max(main.shape[1:])
+    tokens = wanted(length, parts.ranks)
+    if tokens is None:
+        return
+    inputs = first_tokens(batch, length, tokens, parts.ranks)
 
     def answers() -> list[Tensor]:
         try:
@@ -188,11 +192,6 @@ def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:
     rounds = device != "cpu" and torch.get_float32_matmul_precision() != "highest"
     rounds = rounds or torch.is_autocast_enabled(device) or any(tensor.dtype not in _EXACT for tensor in compared)
     return rounds or any(type(module).__name__ in ("Float8Linear", "MXFP8Linear") for module in model.modules())
-
-
-def sequence_length(main: Tensor) -> int:
-    """Tokens per row of ids (B, S), or with choices or codebooks in addition, or of embeddings (B, S, D)."""
-    return main.shape[1] if main.is_floating_point() else max(main.shape[1:])
 
 
 def first_tokens(batch: Mapping[str, Any], length: int, tokens: int, ranks: int) -> dict[str, Any]:

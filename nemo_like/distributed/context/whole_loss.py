@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import base_model
 from nemo_like.distributed.context.parts import Parts, exchange, main_input, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
-from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
+from nemo_like.distributed.context.verify_cut import verify_cut
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.torch_compat import stop_unless
@@ -91,22 +91,20 @@ class RootHooks:
         self._compare(arguments)
         labels, of_rows = self._labels(arguments)
         self._of_rows |= of_rows
-        of_rows |= self._of_rows and self._whole and not labels
-        of_rows |= self.loss_mean == "rows" and bool(labels)
+        of_rows |= self.loss_mean == "rows" if labels else self._of_rows and self._whole
         self.parts.whole_head = of_rows and not self._is_stack
         replaced = self._with_whole_gradients(arguments)
         if labels and not self.parts.whole_head:
-            self._open[-1] = _Loss(self, labels, arguments)
+            loss = self._open[-1] = _Loss(self, labels, arguments)
             replaced |= {name: self.parts.cut(arguments[name], 1, IGNORED) for name in labels}
+            # In torch's module, for all threads. A function mode would be this thread's alone, and active for every
+            # function of all layers, whose compiled graphs it breaks, and again for their recomputation.
+            F.cross_entropy = loss.cross_entropy
         if replaced and len(args) > len(self._names):
             raise NotImplementedError(
                 f"cp cannot tell the names of the {len(args) - len(self._names)} last positional arguments: give them "
                 "by keyword."
             )
-        if self._open[-1] is not None:
-            # In torch's module, for all threads. A function mode would be this thread's alone, and active for every
-            # function of all layers, whose compiled graphs it breaks, and again for their recomputation.
-            F.cross_entropy = self._open[-1].cross_entropy
         return ((), arguments | replaced) if replaced else None
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:
@@ -153,12 +151,10 @@ class RootHooks:
     def _compare(self, arguments: dict[str, Any]) -> None:
         """Compare the first call with whole sequences."""
         main = main_input(arguments)
-        if self.parts.planning or self.parts.verifying or main is None or self._compared:
-            return
-        self._compared = True
-        tokens = wanted(sequence_length(main), self.parts.ranks)
-        if tokens is not None and self._whole:  # a pipeline compares all its stages
-            verify_cut(self.model, self.parts, arguments, tokens)
+        if not (self.parts.planning or self.parts.verifying or main is None or self._compared):
+            self._compared = True
+            if self._whole:  # a pipeline compares all its stages
+                verify_cut(self.model, self.parts, arguments, main)
 
     def agree(self, *seen: bool, device: torch.device) -> list[bool]:
         """Return which of `seen` are true on all ranks: one of them may have labels that tell nothing."""

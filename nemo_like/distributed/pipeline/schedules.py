@@ -37,6 +37,7 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
 # The actions of each rank of a pipeline, in order: read from torch's own schedules, without a process group.
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # Forward; backward in one piece; its two halves.
+COMPUTED = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 # Actions of FSDP2 for a whole stage: its parameters are gathered, freed; its gradients reduced.
 UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
 
@@ -59,8 +60,7 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     >>> [" ".join(map(str, rank)) for rank in actions_of(PipelineParallel(2, microbatches=3))]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
-    computed = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
-    return [tuple(action for action in rank if action.kind in computed) for rank in all_actions_of(pp)]
+    return [tuple(action for action in rank if action.kind in COMPUTED) for rank in all_actions_of(pp)]
 
 
 @functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
@@ -112,7 +112,7 @@ def _flat(actions: Any) -> Iterator[Action]:
         kind = action.computation_type.value
         if action.sub_actions:
             yield from _flat(action.sub_actions)
-        elif kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS):
+        elif kind in COMPUTED:
             yield Action(kind, action.stage_index, action.microbatch_index)
         elif kind in (UNSHARD, RESHARD, REDUCE):
             yield Action(kind, action.stage_index, -1)

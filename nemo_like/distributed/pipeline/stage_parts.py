@@ -216,16 +216,14 @@ class _UseWatch(TorchDispatchMode):
         between = [name for name, phases in self.used.items() if any(p % 2 == 0 and 0 < p < last for p in phases)]
         if between:
             self.refuse(f"{between[0]} is used between two layers")
-        inside = {name for name, phases in self.used.items() if any(p % 2 for p in phases)}
-        shared = [name for name in inside if len(self.used[name]) > 1]
+        shared = [name for name, phases in self.used.items() if len(phases) > 1 and any(p % 2 for p in phases)]
         if shared:
             self.refuse(f"{shared[0]} is used in {len(self.used[shared[0]])} places")
-        before = {name for name, phases in self.used.items() if 0 in phases}
+        before = {name for name, phases in self.used.items() if 0 in phases or not phases}
         after = {name for name, phases in self.used.items() if last in phases}
-        unused = {name for name, phases in self.used.items() if not phases}
         return StageParts(
             layers=tuple(self.names),
-            before=frozenset(name for name, alias in self.aliases.items() if alias in before | unused),
+            before=frozenset(name for name, alias in self.aliases.items() if alias in before),
             after=frozenset(name for name, alias in self.aliases.items() if alias in after),
             tied=tuple(sorted(before & after)),
             forms=tuple(self.forms),
@@ -407,8 +405,6 @@ def _shared(model: nn.Module, trees: Sequence[nn.Module]) -> tuple[tuple[str, ..
         for parameter in tree.parameters():
             holders[id(parameter)].append(index)
     first_names = {id(p): name for name, p in model.named_parameters()}
-    tied: list[str] = []
-    aliases: dict[str, str] = {}
     for key, stages in holders.items():
         if not stages:
             raise ValueError(
@@ -420,8 +416,8 @@ def _shared(model: nn.Module, trees: Sequence[nn.Module]) -> tuple[tuple[str, ..
                 f"{_ARGUMENT}: {first_names[key]!r} is in stages {', '.join(map(str, stages))}. A parameter is one "
                 f"stage's, or the first and the last one's (0 and {len(trees) - 1}), which add up its gradients."
             )
-        if len(stages) > 1:
-            tied.append(first_names[key])
+    tied = {first_names[key] for key, stages in holders.items() if len(stages) > 1}
+    aliases: dict[str, str] = {}
     for tree in (trees[0], trees[-1]):
         names = {name: first_names[id(p)] for name, p in tree.named_parameters(remove_duplicate=False)}
         aliases |= {name: first for name, first in names.items() if first in tied and name != first}

@@ -287,9 +287,9 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, w
     for name, of_linears in places.owners.items():
         owner = model.get_submodule(name)
         gather = partial(_whole_of, mesh, keep=of_linears, cast=cast_of(owner) if of_linears else None)
-        owner.register_forward_pre_hook(_on_first_tensor(gather), with_kwargs=True, prepend=True)
+        owner.register_forward_pre_hook(partial(_change_input, gather), with_kwargs=True, prepend=True)
         if not of_linears:
-            owner.register_forward_hook(_on_output(partial(_part_of, mesh)), with_kwargs=True)
+            owner.register_forward_hook(partial(_change_output, partial(_part_of, mesh)), with_kwargs=True)
     for name in places.in_part:
         SummedGradients()._apply(model.get_submodule(name), mesh)
     begins, stops = whole
@@ -317,7 +317,8 @@ class _Edges:
         """Register the hooks on the modules that are at these places now."""
         self.remove()
         first, last = map(model.get_submodule, self.first), map(model.get_submodule, self.last)
-        cut, gather = _on_first_tensor(partial(_part_of, self.mesh)), _on_output(partial(_whole_of, self.mesh))
+        cut = partial(_change_input, partial(_part_of, self.mesh))
+        gather = partial(_change_output, partial(_whole_of, self.mesh))
         # Around the hooks of a layer that is an owner itself.
         self.handles = [m.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for m in first]
         self.handles += [m.register_forward_hook(gather, with_kwargs=True) for m in last]
@@ -381,35 +382,31 @@ def _whole_of(
     return local.clone() if torch.compiler.is_compiling() else local
 
 
-def _on_first_tensor(change: Any) -> Any:
-    """A forward pre-hook that changes the hidden states: the first tensor among the arguments."""
-
-    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        for index, value in enumerate(args):
-            if isinstance(value, Tensor):
-                return (*args[:index], change(value), *args[index + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, kwargs | {name: change(value)}
-        raise ValueError(f"sequence_parallel=True, but {type(_module).__name__} was called without a tensor.")
-
-    return hook
+def _change_input(
+    change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """A forward pre-hook: `change` of the hidden states, the first tensor among the arguments."""
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:index], change(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, kwargs | {name: change(value)}
+    raise ValueError(f"sequence_parallel=True, but {type(module).__name__} was called without a tensor.")
 
 
-def _on_output(change: Any) -> Any:
-    """A forward hook that changes the hidden states: the output, or the first of several.
+def _change_output(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
+    """A forward hook: `change` of the hidden states, the output or the first of several.
 
     Where experts return single tokens, (B S, D), they are put back into sequences first.
     """
-
-    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.dim() == 2:
-            whole = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            hidden = hidden.unflatten(0, whole.shape[:2])
-        return (change(hidden), *output[1:]) if isinstance(output, tuple) else change(hidden)
-
-    return hook
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.dim() == 2:
+        whole = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        hidden = hidden.unflatten(0, whole.shape[:2])
+    return (change(hidden), *output[1:]) if isinstance(output, tuple) else change(hidden)
 
 
 def _name_mixture(module: nn.Module, _args: object, output: object) -> None:
