@@ -50,13 +50,13 @@ from nemo_like.options import FSDP2, PipelineParallel, Precision
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
 from nemo_like.options.parallel import moves_state
 from nemo_like.planning.devices import Device
-from nemo_like.planning.memory_model.microbatch import Around, LayerCall
-from nemo_like.planning.model.outside import OuterMemory
+from nemo_like.planning.memory_model.microbatch import LayerCall
 from nemo_like.planning.model.traced import StepLoss, TraceCache, TracedPart, local_shape
 from nemo_like.planning.roofline import exposed_seconds
 from nemo_like.planning.selection.layer import Choice, LayerRun, Stack
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
+from nemo_like.planning.trace.records import OuterEvents
 
 RNG_STATE = torch.get_rng_state().numel()  # Bytes of the state of the CPU's generator.
 
@@ -279,14 +279,9 @@ class Stage:
         choices: Sequence[Choice] | None = None,
         *,
         halves: bool = False,
-    ) -> OuterMemory:
+    ) -> OuterEvents:
         """Return the memory that it allocates outside the layers; arguments as `TracedPart.outside`."""
         return self.part.outside(self.loss, accumulate=accumulate, choices=choices, halves=halves)
-
-    def around(self, choices: Sequence[Choice], accumulate: bool | UpdateInBackward, *, halves: bool = False) -> Around:
-        """Return `outside` for the writer of a step."""
-        outside = self.outside(accumulate, choices, halves=halves)
-        return Around(outside.events, outside.dropped, outside.in_chunks, halves)
 
     def layer_calls(
         self,
@@ -344,7 +339,7 @@ class Stage:
     def _last_trained(self) -> int:
         """Position of the last layer call that trains a parameter; their number where a norm or head behind them does."""
         trains = [any(p.requires_grad for p in call.module.parameters()) for call in self.part.traced.calls]
-        trains.append(bool(self.outside(halves=True).events.param_grads))
+        trains.append(bool(self.outside(halves=True).param_grads))
         return max(position for position, each in enumerate(trains) if each or not position)
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:

@@ -335,7 +335,7 @@ def test_what_the_router_keeps_for_the_loss_is_counted() -> None:
         model = build("mixtral", router_loss)
         layers = find_layers(model)
         traced = trace_model(model, layers, FAMILIES["mixtral"].inputs())
-        events = outer_memory(model, layers, traced).events
+        events = outer_memory(model, layers, traced)
         before = events.log[: events.calls[-1].begin]
         gone = {number for number, size in before if not size}
         left[router_loss] = sum(size for number, size in before if number not in gone)

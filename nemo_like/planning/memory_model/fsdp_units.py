@@ -207,8 +207,7 @@ class FsdpBuffers:
 
     def finish(self) -> None:
         """Free the buffers of the last reduction."""
-        self.storages.drop_all(self.summed)
-        self.summed.clear()
+        self.storages.empty(self.summed)
         self.storages.drop(self.reducing)
         self.reducing = 0
 

@@ -4,7 +4,7 @@ Copies of activations to CPU memory and back (``offload=``) are written as `nemo
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,18 +106,6 @@ class LayerCall:
     moved: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Around:
-    """Log of the modules outside the layers in one micro-batch."""
-
-    events: OuterEvents
-    # Layer calls without a backward that have nothing saved when it begins, since no tensor that they returned is
-    # used.
-    dropped: frozenset[int] = frozenset()
-    in_chunks: bool = False  # True if the head made its gradients in forward.
-    halves: bool = False
-
-
 class StageStep:
     """Writes passes of micro-batches through one stage.
 
@@ -150,8 +138,7 @@ class StageStep:
     def zero_grad(self) -> None:
         """Free the gradients of the step."""
         for grads in (*self.grads.values(), self.buffers.grads):
-            self.storages.drop_all(grads)
-            grads.clear()
+            self.storages.empty(grads)
 
     def start_with_gradients(self, *, less: int = 0) -> None:
         """Make the gradients of the step before, but for `less` bytes that another stage of the rank has."""
@@ -176,9 +163,8 @@ class StageStep:
 class Microbatch:
     """One micro-batch of a step."""
 
-    def __init__(self, step: StageStep, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
-        self.step, self.rule, self.layers, self.around = step, rule, layers, around
-        self.events = around.events
+    def __init__(self, step: StageStep, rule: GradientRule, layers: Sequence[LayerCall], events: OuterEvents) -> None:
+        self.step, self.rule, self.layers, self.events = step, rule, layers, events
         self.storages, self.buffers, self.sharding, self.on = step.storages, step.buffers, step.sharding, step.on
         self.fsdp_units = [layer.unit for layer in layers]
         # Storages by their numbers in the log of the modules outside the layers.
@@ -222,15 +208,14 @@ class Microbatch:
         if self.on:
             buffers.copy_out(TAIL, self.sharding.tail, forward=True)
         storages.mark("forward of the head")
-        if self.sharding.tail is not None and self.sharding.tail.reshard and not self.around.in_chunks:
+        if self.sharding.tail is not None and self.sharding.tail.reshard and not self.events.in_chunks:
             self._run_outside(max(self._of(self.sharding.tail_names, events.returns), default=events.forward_end))
             buffers.reshard(TAIL)
         self._run_outside(events.forward_end)
         if self.sharding.root.reshard:
             buffers.reshard(ROOT)
         buffers.drop_flat()
-        storages.drop_all(self.step.kept)
-        self.step.kept.clear()
+        storages.empty(self.step.kept)
         storages.end_forward()
 
     def _embed(self) -> None:
@@ -245,7 +230,7 @@ class Microbatch:
             self._run_outside(max(self._of(self.sharding.embedding_names, self.events.returns), default=0))
             buffers.reshard(EMBEDDING, embedding)
 
-    def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
+    def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], events: OuterEvents) -> None:
         """Go on with the gradients that exist now, between forward and backward, or its halves.
 
         A new log is used only if it has allocated the same so far as the log that the micro-batch began with.
@@ -259,13 +244,13 @@ class Microbatch:
                 kept.append(old if renumbered is None else new)
                 run.alive = run.alive if renumbered is None else renumbered
             self.layers = kept
-        old_log, events = self.events.log[: self.at], around.events
+        old_log = self.events.log[: self.at]
         at = events.backward_end if halfway else events.forward_end
         if (
             events is not self.events
             and (renumbered := _renumbered(self.outside, old_log, events.log[:at])) is not None
         ):
-            self.around, self.events, self.outside, self.at = around, events, renumbered, at
+            self.events, self.outside, self.at = events, renumbered, at
 
     def sent_on(self) -> list[int]:
         """Return the storages of the stage's output; after forward."""
@@ -295,11 +280,11 @@ class Microbatch:
             storages.relabel(self.outside.get(number, 0), Part.KEPT_OUTPUT)
         storages.mark("loss")
         self._run_outside(events.loss_end)
-        for i in self.around.dropped:
+        for i in self.events.dropped:
             self._drop_layer(i)
         storages.mark("backward of the head")
         self._begin_backward(backs[0].begin if backs else events.backward_end)
-        if self.around.halves:
+        if self.events.halves:
             self.buffers.add_waiting(TAIL, self.sharding.tail)
         else:
             self._after_head()
@@ -309,7 +294,7 @@ class Microbatch:
             storages.mark(f"after layer {back.layer}, backward")
             self._run_outside(end)
         self._run_outside(events.backward_end)
-        if self.around.halves:
+        if self.events.halves:
             for layer, run in zip(self.layers, self.inside):
                 storages.run_log(layer.events.running.released, run, Part.SAVED_ACTIVATIONS)
             self.buffers.add_waiting(ROOT, self.sharding.root)
@@ -328,7 +313,7 @@ class Microbatch:
             elif self.sharding.root.gathered:
                 buffers.gather(TAIL, tail)
             if tail is not None:
-                if not self.around.in_chunks:
+                if not self.events.in_chunks:
                     self._run_outside(min([end, *self._of(self.sharding.tail_names, events.goes_back)]))
                 buffers.copy_out(TAIL, tail, forward=False)
                 self._gather_behind(last, self.sharding.prefetch[1])
@@ -344,20 +329,18 @@ class Microbatch:
         Free all storages of the micro-batch, but for those that `take_ends` returns.
         """
         events, storages = self.events, self.storages
-        for i in range(len(self.layers) if self.around.halves else 0):  # in the order of the parameters
+        for i in range(len(self.layers) if self.events.halves else 0):  # in the order of the parameters
             layer, run = self.layers[i], self.inside[i]
             storages.mark(f"second half of backward of layer {i}")
             storages.run_log(layer.events.running.weights, run, Part.SAVED_ACTIVATIONS)
             self._reduce(i, layer, run)
         storages.mark("end of backward")
         self._run_outside(events.weights_end)
-        if self.around.halves:
+        if self.events.halves:
             self._after_head()
-        names = [name for name, number in events.param_grads.items() if number in self.outside]
         apart = self.sharding.embedding_names if self.on else frozenset()
-        of_embedding = [self.outside.pop(events.param_grads[name]) for name in names if name in apart]
-        others = self.step.elsewhere | apart
-        root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in others]
+        of_embedding = _taken(self.outside, events.param_grads, apart)
+        root_grads = _taken(self.outside, events.param_grads, events.param_grads.keys() - apart - self.step.elsewhere)
         if self.on:
             self.buffers.close(ROOT)
             self.buffers.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
@@ -373,8 +356,7 @@ class Microbatch:
 
     def _drop_layer(self, i: int) -> None:
         self.storages.close(self.inside[i])
-        self.storages.drop_all(self.inputs[i])
-        self.inputs[i] = []
+        self.storages.empty(self.inputs[i])
         self.storages.drop(self.states.pop(i, 0))
 
     # --- one layer ----------------------------------------------------------------------------------------------------
@@ -395,7 +377,7 @@ class Microbatch:
             storages.relabel(storage, Part.RUNNING_LAYER)
         self._share_gradients(layer.events, back.grads, end, run.alive)
         storages.run_log(layer.events.running.until_apart, run, Part.RUNNING_LAYER)
-        if self.around.halves:
+        if self.events.halves:
             buffers.add_waiting(("experts", i), layer.experts)
         else:
             self._reduce_experts(i, layer, run)
@@ -405,22 +387,21 @@ class Microbatch:
             self._share_output(run, number, back.made.get(place, 0))
             storages.drop(run.alive.pop(number, 0))
         self._run_outside(back.end)
-        if self.around.halves:  # its gradients come later
+        if self.events.halves:  # its gradients come later
             buffers.add_waiting(i, layer.unit)
             for storage in (*self.inputs[i], *run.alive.values()):
                 storages.relabel(storage, Part.SAVED_ACTIVATIONS)
             return
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
-        storages.drop_all(self.inputs[i])
-        self.inputs[i] = []
+        storages.empty(self.inputs[i])
         self._reduce(i, layer, run)
 
     def _reduce(self, i: int, layer: LayerCall, run: LogRun) -> None:
-        buffers, storages = self.buffers, run.alive
-        if self.around.halves:
+        buffers, numbers = self.buffers, layer.events.param_grads
+        if self.events.halves:
             self._reduce_experts(i, layer, run)
-        grads = [storages.pop(n) for n in layer.events.param_grads.values() if n in storages]
+        grads = _taken(run.alive, numbers, numbers.keys())
         if not self.on:
             self.step.keep_gradients(i, grads, self.rule)
             return
@@ -434,8 +415,7 @@ class Microbatch:
         """Reduce the gradients of a layer's experts, whose backward ends before that of the layer."""
         if layer.experts is None:
             return
-        numbers, storages = layer.events.param_grads, run.alive
-        grads = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        grads = _taken(run.alive, layer.events.param_grads, layer.expert_weights)
         self.buffers.close(("experts", i))
         self.buffers.reduce(("experts", i), layer.experts, grads, self.rule)
 
@@ -490,9 +470,7 @@ class Microbatch:
         tail = self.sharding.tail
         if tail is None:
             return
-        names = [name for name in self.events.param_grads if name in self.sharding.tail_names]
-        numbers = [self.events.param_grads[name] for name in names]
-        grads = [self.outside.pop(n) for n in numbers if n in self.outside]
+        grads = _taken(self.outside, self.events.param_grads, self.sharding.tail_names)
         if self.on:
             self.buffers.close(TAIL)
             self.buffers.reduce(TAIL, tail, grads, self.rule)
@@ -506,6 +484,11 @@ class Microbatch:
             entries = self.events.log[self.at : end]
             self.storages.run_entries(entries, self.outside, Part.OUTSIDE_OF_LAYERS, self.events.makers)
             self.at = end
+
+
+def _taken(storages: dict[int, int], grads: Mapping[str, int], names: Collection[str]) -> list[int]:
+    """Take the gradients of the parameters with these names out of `storages`, in the order of `grads`, and return them."""
+    return [storages.pop(number) for name, number in grads.items() if name in names and number in storages]
 
 
 def without(sizes: Sequence[int], less: int) -> Sequence[int]:

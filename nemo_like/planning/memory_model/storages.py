@@ -92,6 +92,11 @@ class Storages:
         for storage in storages:
             self.drop(storage)
 
+    def empty(self, holders: list[int]) -> None:
+        """Drop the storages of a list of holders, which has none then."""
+        self.drop_all(holders)
+        holders.clear()
+
     def make_and_drop(self, size: int, part: Part, stream: str = COMPUTE) -> None:
         """Make a storage and free it at once."""
         self.drop(self.make(size, part, stream))

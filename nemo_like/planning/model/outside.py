@@ -6,7 +6,7 @@ right shape and saves nothing.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,30 +31,6 @@ from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEve
 from nemo_like.torch_compat import under_loss_parallel
 
 
-@dataclass(frozen=True)
-class OuterMemory:
-    """Memory of a step of everything but the layers. Parameters and the step's input are not counted."""
-
-    events: OuterEvents  # Allocations and frees, in order.
-    # For each kind of layer, the positions of those tensors of its output that get a gradient.
-    used: tuple[frozenset[int], ...]
-    # For each kind of layer, the strides of those of these gradients that are not in rows, by position. As a rule,
-    # the layer's backward copies them.
-    layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
-    # Reasons why logits were whole, where a chunked loss was requested; empty: they were not.
-    whole_logits: tuple[str, ...] = ()
-    own_loss: bool = False  # True where the model computes the loss.
-    # True where the head made its gradients in forward, so that its backward begins with that of the loss.
-    in_chunks: bool = False
-    # Seconds of its forward and backward by the device's roofline; 0 where no device was given.
-    seconds: float = 0.0
-    # Layer calls that have no backward (their output is not in the loss, or nothing before them trains) and hold
-    # nothing when backward begins: their output is not referenced any more.
-    dropped: frozenset[int] = frozenset()
-    # `seconds` by `nemo_like.planning.roofline.kernel_kind`.
-    kinds: Mapping[str, float] = field(default_factory=dict)
-
-
 def outer_memory(
     model: nn.Module,
     layers: Sequence[Any],
@@ -67,7 +43,7 @@ def outer_memory(
     halves: bool = False,
     regions: bool = True,
     split_loss: bool = False,
-) -> OuterMemory:
+) -> OuterEvents:
     """Run the model's step outside its layers on fake tensors and watch its memory.
 
     Args:
@@ -168,7 +144,8 @@ def outer_memory(
     # In the order of the parameters: FSDP2 reduces them so, and holds the last gradient until then.
     grads = {name: t.grad for name, t in state.items() if named[t] == name and t.grad is not None}
     numbers = {name: meter.number(grad) for name, grad in grads.items()}
-    events = OuterEvents(
+    whole = tuple(whole_logits)
+    return OuterEvents(
         tuple(meter.log),
         tuple(calls),
         forward_end,
@@ -182,18 +159,15 @@ def outer_memory(
         returned,
         input_grads,
         meter.makers,
-    )
-    whole = tuple(whole_logits)
-    return OuterMemory(
-        events,
-        tuple(map(frozenset, used)),
-        tuple(layouts),
-        whole,
-        own_loss,
-        chunks is not None and not whole,
-        0.0 if timer is None else timer.seconds,
-        frozenset(gone - {back.layer for back in backs}),
-        {} if timer is None else dict(timer.kinds),
+        halves,
+        used=tuple(map(frozenset, used)),
+        layouts=tuple(layouts),
+        whole_logits=whole,
+        own_loss=own_loss,
+        in_chunks=chunks is not None and not whole,
+        seconds=0.0 if timer is None else timer.seconds,
+        dropped=frozenset(gone - {back.layer for back in backs}),
+        kinds={} if timer is None else dict(timer.kinds),
     )
 
 

@@ -6,11 +6,12 @@ Also adapters on frozen weights, matmuls in float8, and the refusal of weights i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
-from nemo_like.planning.model.outside import OuterMemory, outer_memory
+from nemo_like.planning.model.outside import outer_memory
 from nemo_like.planning.selection.layer import (
     BlockProblem,
     BlockSeconds,
@@ -48,12 +49,14 @@ from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory
-from nemo_like.planning.trace.records import BlockEvents
+from nemo_like.planning.trace.records import BlockEvents, OuterEvents
 from nemo_like.precision import check_capability, check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
 
 # Modes that are planned without a budget: those that `TracedPart.uniform` takes.
 MODES = ("none", "full", "selective")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class TraceCache:
@@ -65,7 +68,7 @@ class TraceCache:
         # Graphs of a compiled block, by its number, its decisions, and its compiler.
         self.graphs: dict[Hashable, CompiledBlock] = {}
         # Memory outside the layers, by the loss, and how the step runs.
-        self.outside: dict[Hashable, OuterMemory] = {}
+        self.outside: dict[Hashable, OuterEvents] = {}
         # Names of the parameters that get a gradient in a step, by all names and which of them require gradients.
         self.trained: dict[Hashable, frozenset[str]] = {}
         # Bytes that one rank stores, by the weights and the ranks that share them.
@@ -90,6 +93,21 @@ class StepLoss(NamedTuple):
     def from_job(cls, job: Job) -> StepLoss:
         """Return the settings of `job`."""
         return cls(job.loss, job.step.keeps_output, job.step.loss_fn)
+
+
+def _remembered(
+    method: Callable[Concatenate[TracedPart, Arguments], Result],
+) -> Callable[Concatenate[TracedPart, Arguments], Result]:
+    """Return a method whose results each part remembers, by the arguments."""
+
+    @functools.wraps(method)
+    def remembering(part: TracedPart, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        key = (method.__name__, args, *sorted(kwargs.items()))
+        if key not in part.results:
+            part.results[key] = method(part, *args, **kwargs)
+        return cast("Result", part.results[key])
+
+    return remembering
 
 
 class TracedPart:
@@ -170,12 +188,8 @@ class TracedPart:
         # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
         kinds = self.traced.kinds
         alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
+        self.results: dict[Hashable, Any] = {}  # Results of methods, by their arguments (`_remembered`).
         self._number = self.cache.number((self.shape, self.sample, self.is_stage, alike))
-        self._numbers: dict[tuple[int, StepLoss | None], int] = {}
-        self._forms: dict[tuple[bool, str], tuple[ParameterForms, int]] = {}
-        self._seconds: dict[tuple[int, bool], BlockSeconds] = {}
-        self._proved: dict[tuple[int, Choice], Choice] = {}
-        self._stacks: dict[tuple[bool, int], Stack] = {}
 
     @cached_property
     def not_run(self) -> tuple[find.Layer, ...]:
@@ -190,19 +204,17 @@ class TracedPart:
 
     # --- choices --------------------------------------------------------------------------------------------------
 
+    @_remembered
     def block(self, kind: int, *, compiled: bool) -> BlockSeconds:
         """Return the seconds of a kind of layer, as it is or as a compiler fuses it."""
-        if (kind, compiled) not in self._seconds:
-            self._seconds[kind, compiled] = BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
-        return self._seconds[kind, compiled]
+        return BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
 
+    @_remembered
     def stack(self, *, skip: bool, host: int) -> Stack:
         """Return all layers as one choice, with the best choices of each kind; of a stage with a dozen of them.
 
         skip, host: as for `BlockProblem.frontier`.
         """
-        if (skip, host) in self._stacks:
-            return self._stacks[skip, host]
         calls: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
             group = calls.setdefault((call.kind, call.fqn in self.chosen), {})
@@ -213,8 +225,7 @@ class TracedPart:
             choices = problem.frontier(skip=skip, host=host) if chosen else (problem.none(),)
             groups.append(ChoiceGroup(kind, choices, tuple(map(tuple, group.values()))))
         stack = Stack(tuple(groups))
-        self._stacks[skip, host] = stack.coarse() if self.is_stage else stack
-        return self._stacks[skip, host]
+        return stack.coarse() if self.is_stage else stack
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
@@ -233,17 +244,13 @@ class TracedPart:
             return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
         return DecisionTable.from_json(self.problems[kind].rows(choice))
 
-    def proved(self, kind: int, choice: Choice) -> Choice:
-        """Return `choice`, or where the engine refuses it, the same one without its skips (logged once)."""
-        if (kind, choice) not in self._proved:
-            self._proved[kind, choice] = self._prove(kind, choice)
-        return self._proved[kind, choice]
-
     def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return `proved` of each layer call."""
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
 
-    def _prove(self, kind: int, choice: Choice) -> Choice:
+    @_remembered
+    def proved(self, kind: int, choice: Choice) -> Choice:
+        """Return `choice`, or where the engine refuses it, the same one without its skips (logged once)."""
         try:
             self.memory(kind, choice)
             return choice
@@ -334,14 +341,12 @@ class TracedPart:
             )
             return None
 
+    @_remembered
     def block_number(self, kind: int, loss: StepLoss | None = None) -> int:
         """Return a number, the same for equal blocks whose outputs get equal gradients."""
-        if (kind, loss) not in self._numbers:
-            outside = self.outside(loss)
-            layouts = tuple(sorted(outside.layouts[kind].items()))
-            key = (self.shape, self.traced.kinds[kind].key, outside.used[kind], layouts)
-            self._numbers[kind, loss] = self.cache.number(key)
-        return self._numbers[kind, loss]
+        outside = self.outside(loss)
+        layouts = tuple(sorted(outside.layouts[kind].items()))
+        return self.cache.number((self.shape, self.traced.kinds[kind].key, outside.used[kind], layouts))
 
     def outside(
         self,
@@ -350,7 +355,7 @@ class TracedPart:
         accumulate: bool | UpdateInBackward = False,
         choices: Sequence[Choice] | None = None,
         halves: bool = False,
-    ) -> OuterMemory:
+    ) -> OuterEvents:
         """Return the model's allocations outside its layers.
 
         Args:
@@ -397,25 +402,24 @@ class TracedPart:
         if key not in self.cache.trained:
             outside = self.outside()
             names = {module: name for name, module in self.model.named_modules()}
-            trained = set(outside.events.param_grads)
-            for position in sorted(back.layer for back in outside.events.backs):
+            trained = set(outside.param_grads)
+            for position in sorted(back.layer for back in outside.backs):
                 call = self.traced.calls[position]
                 memory = self.memory(call.kind, self.problems[call.kind].none())
                 trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
             self.cache.trained[key] = frozenset(name for name in trained if name in named)
         return self.cache.trained[key]
 
+    @_remembered
     def forms(self, *, whole: bool, ends: str) -> tuple[ParameterForms, int]:
         """Return the parameters by the facts that decide their bytes, and a number that is equal for equal ones.
 
         whole: one rank has all of the model. ends: of `nemo_like.options.FSDP2`.
         """
-        if (whole, ends) not in self._forms:
-            forms = ParameterForms(
-                self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts, ends=ends
-            )
-            self._forms[whole, ends] = forms, self.cache.number((ends, forms.content()))
-        return self._forms[whole, ends]
+        forms = ParameterForms(
+            self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts, ends=ends
+        )
+        return forms, self.cache.number((ends, forms.content()))
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:
         """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""

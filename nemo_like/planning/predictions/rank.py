@@ -13,6 +13,7 @@ and reduces them behind its last backward. Schedules with several stages on a ra
 once.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 
 from nemo_like.activation_checkpointing.plan import Part
@@ -26,7 +27,6 @@ from nemo_like.distributed.pipeline.schedules import (
     WEIGHTS,
     Action,
 )
-from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.memory_model.fsdp_units import (
     EMBEDDING,
     ROOT,
@@ -36,7 +36,7 @@ from nemo_like.planning.memory_model.fsdp_units import (
     GradientRule,
     rules_of,
 )
-from nemo_like.planning.memory_model.microbatch import LayerCall, Microbatch, StageStep, without
+from nemo_like.planning.memory_model.microbatch import Microbatch, StageStep, without
 from nemo_like.planning.memory_model.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.selection.layer import Choice
@@ -62,7 +62,8 @@ class StageOfRank:
         )
         # Rules of the gradients of each micro-batch, without a pipeline.
         self.rules: Sequence[GradientRule] = ()
-        self._calls: dict[tuple[bool | UpdateInBackward, bool], list[LayerCall]] = {}
+        # The same list for the same arguments, by which a micro-batch goes on (`Microbatch.go_on_as`).
+        self._layers = functools.cache(functools.partial(stage.layer_calls, choices, received=not self.is_last))
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
         self.first_done = False  # True if a micro-batch has gone all the way back.
@@ -74,8 +75,8 @@ class StageOfRank:
 
     def forward(self, number: int) -> None:
         rule = self._rule(number)
-        around = self.stage.around(self.choices, rule.accumulates)
-        self.running[number] = Microbatch(self.step, rule, self._layers(rule), around)
+        outside = self.stage.outside(rule.accumulates, self.choices)
+        self.running[number] = Microbatch(self.step, rule, self._layers(rule.accumulates, halves=False), outside)
         self.running[number].forward()
 
     def begin_backward(self, number: int, *, halves: bool) -> Microbatch:
@@ -88,8 +89,8 @@ class StageOfRank:
     def go_on(self, one: Microbatch, number: int, *, halves: bool) -> None:
         """Take into account the gradients that exist now; backward runs in one piece or in two."""
         rule = self._rule(number, halves=halves)
-        around = self.stage.around(self.choices, rule.accumulates, halves=halves)
-        one.go_on_as(rule, self._layers(rule, halves=halves), around)
+        outside = self.stage.outside(rule.accumulates, self.choices, halves=halves)
+        one.go_on_as(rule, self._layers(rule.accumulates, halves=halves), outside)
 
     def unshard(self) -> None:
         """Gather all units; they are copied out by `copy_out`."""
@@ -120,7 +121,7 @@ class StageOfRank:
 
     def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
         """Return the stage's units in the order of its modules."""
-        sharding, calls = self.stage.sharding, self._layers(self._rule(0))
+        sharding, calls = self.stage.sharding, self._layers(self._rule(0).accumulates, halves=False)
         inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
         return [(ROOT, sharding.root), (EMBEDDING, sharding.embedding), *inside, (TAIL, sharding.tail)]
 
@@ -137,14 +138,6 @@ class StageOfRank:
             return GradientRule(accumulates=self.first_done, reduces=False)
         waiting = isinstance(self.step.buffers, GatheredOnce) and bool(self.step.buffers.waiting)
         return GradientRule(accumulates=waiting, reduces=False, waits=halves)
-
-    def _layers(self, rule: GradientRule, *, halves: bool = False) -> list[LayerCall]:
-        key = rule.accumulates, halves
-        if key not in self._calls:
-            self._calls[key] = self.stage.layer_calls(
-                self.choices, rule.accumulates, received=not self.is_last, halves=halves
-            )
-        return self._calls[key]
 
 
 class RankSteps:
@@ -236,7 +229,7 @@ class RankSteps:
         starts = self.stay
         if not self.query.is_pipeline:
             stage = self.stages[0]
-            kept = stage.stage.outside(choices=stage.choices).events.kept_bytes
+            kept = stage.stage.outside(choices=stage.choices).kept_bytes
             stage.step.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
             rules = self._rules(first=False)
             alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
@@ -264,8 +257,7 @@ class RankSteps:
     def run(self, *, first: bool = False) -> None:
         """Run all actions, the reductions, and the optimizer, whose state the `first` step makes."""
         storages, sent, done = self.storages, list[int](), 0
-        storages.drop_all(self.input_grads)
-        self.input_grads.clear()
+        storages.empty(self.input_grads)
         actions: Sequence[Action] = self.actions
         if not self.query.is_pipeline:
             stage = self.stages[0]

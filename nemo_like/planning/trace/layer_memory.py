@@ -200,10 +200,10 @@ def block_memory(
         kind: the block, and how it is called.
         policy: chooses the tensors that its region saves.
         run: the run that fakes tensors.
-        used: positions of the tensors of its output that get a gradient (`OuterMemory.used`).
+        used: positions of the tensors of its output that get a gradient (`OuterEvents.used`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them; or backward
             steps with each gradient, and frees it.
-        layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
+        layouts: strides of those of these gradients that are not in rows (`OuterEvents.layouts`).
         received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
             are counted all the time.
         apart: modules of the model that are FSDP2 units inside of a layer (experts).

@@ -1,5 +1,6 @@
 """Logs of allocations and frees of a block, or of the model outside its blocks, in runs on fake tensors."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,21 +44,15 @@ class Recorded:
             makers: the operator that made each storage, where that is known.
         """
         self.entries, self.exposed, self.sizes, self.late, self.makers = entries, exposed, sizes, late, makers or {}
-        self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
+        self.fold = functools.cache(self._fold)  # each step runs a log many times
 
-    def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
+    def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         """Return the result of a run.
 
         Args:
             there: exposed storages that exist when it begins.
             alone: numbers out of `there` that have no other holder.
         """
-        fold = self._folds.get((there, alone))
-        if fold is None:
-            fold = self._folds[there, alone] = self._fold(there, alone)
-        return fold
-
-    def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         level = peak = net = 0
         new: dict[int, int] = {}
         left, late = set(there), []
@@ -187,7 +182,10 @@ class BackwardCall:
 
 @dataclass(frozen=True)
 class OuterEvents:
-    """Log of all that is outside the layers."""
+    """Memory of a step of everything but the layers: the log of its allocations and frees, in order, and facts about it.
+
+    Parameters and the step's input are not counted.
+    """
 
     log: Log = ()
     calls: tuple[ForwardCall, ...] = ()
@@ -206,6 +204,24 @@ class OuterEvents:
     outputs: tuple[int, ...] = ()  # Storages of the model's output, if it is kept.
     input_grads: tuple[int, ...] = ()  # Storages of the gradients of the tensors that a pipeline stage received.
     makers: Mapping[int, Any] = field(default_factory=dict)  # The operator that made each storage.
+    halves: bool = False  # True where backward was run in two halves.
+    # For each kind of layer, the positions of those tensors of its output that get a gradient.
+    used: tuple[frozenset[int], ...] = ()
+    # For each kind of layer, the strides of those of these gradients that are not in rows, by position. As a rule,
+    # the layer's backward copies them.
+    layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
+    # Reasons why logits were whole, where a chunked loss was requested; empty: they were not.
+    whole_logits: tuple[str, ...] = ()
+    own_loss: bool = False  # True where the model computes the loss.
+    # True where the head made its gradients in forward, so that its backward begins with that of the loss.
+    in_chunks: bool = False
+    # Seconds of its forward and backward by the device's roofline; 0 where no device was given.
+    seconds: float = 0.0
+    # Layer calls that have no backward (their output is not in the loss, or nothing before them trains) and hold
+    # nothing when backward begins: their output is not referenced any more.
+    dropped: frozenset[int] = frozenset()
+    # `seconds` by `nemo_like.planning.roofline.kernel_kind`.
+    kinds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> int:
