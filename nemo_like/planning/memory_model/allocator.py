@@ -82,10 +82,7 @@ class CachingAllocator:
             self._pools[stream, small] = pool
         block = self._cached(pool, wanted) or self._reserve(pool, wanted)
         if block.size - wanted >= pool.least_rest and wanted < pool.most_split:
-            rest = MemoryBlock(block.address + wanted, block.size - wanted, pool)
-            block.insert_behind(rest)
-            block.size = wanted
-            pool.add(rest)
+            pool.add(block.split(wanted))
         block.used = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -96,8 +93,7 @@ class CachingAllocator:
         assert block.used, "a block is freed twice"
         block.used = False
         self.allocated -= block.size
-        self._merge(block, block.prev)
-        self._merge(block, block.next)
+        block.merge()
         block.pool.add(block)
 
     def rounded(self, size: int) -> int:
@@ -175,20 +171,6 @@ class CachingAllocator:
 
     # --- giving back ------------------------------------------------------------------------------------------------
 
-    def _merge(self, into: MemoryBlock, other: MemoryBlock | None) -> None:
-        if other is None or other.used or other.mapped != into.mapped:
-            return
-        other.pool.take(other)
-        if into.prev is other:
-            into.address, into.prev = other.address, other.prev
-            if into.prev is not None:
-                into.prev.next = into
-        else:
-            into.next = other.next
-            if into.next is not None:
-                into.next.prev = into
-        into.size += other.size
-
     def _give_back(self, block: MemoryBlock) -> None:
         block.pool.take(block)
         self.reserved -= block.size
@@ -239,7 +221,7 @@ class CachingAllocator:
         start = -(-self._next_address // page) * page  # so that its pages are at multiples of their size
         segment = MemoryBlock(start, space, pool, mapped=False)
         self._next_address = start + space
-        insort(pool.unmapped, (segment.address, segment))
+        pool.add(segment)
         return segment
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
@@ -251,12 +233,8 @@ class CachingAllocator:
         pool.take(block)
         block.mapped = True
         if mapped < block.size:
-            rest = MemoryBlock(block.address + mapped, block.size - mapped, pool, mapped=False)
-            block.insert_behind(rest)
-            block.size = mapped
-            insort(pool.unmapped, (rest.address, rest))
-        self._merge(block, block.prev)
-        self._merge(block, block.next)
+            pool.add(block.split(mapped, mapped=False))
+        block.merge()
         pool.add(block)
         return True
 
@@ -268,23 +246,15 @@ class CachingAllocator:
         if end <= start:
             return
         pool.take(block)
-        before, after = start - block.address, block.address + block.size - end
-        if before:
-            piece = MemoryBlock(block.address, before, pool)
-            if block.prev is not None:
-                block.prev.insert_behind(piece)
-            else:
-                block.prev, piece.next = piece, block
-            pool.add(piece)
-        if after:
-            piece = MemoryBlock(end, after, pool)
-            block.insert_behind(piece)
-            pool.add(piece)
-        block.address, block.size, block.mapped = start, end - start, False
+        if start > block.address:
+            before, block = block, block.split(start - block.address)
+            pool.add(before)
+        if end < block.address + block.size:
+            pool.add(block.split(end - start))
+        block.mapped = False
         self.reserved -= block.size
-        self._merge(block, block.prev)
-        self._merge(block, block.next)
-        insort(pool.unmapped, (block.address, block))
+        block.merge()
+        pool.add(block)
 
 
 class MemoryBlock:
@@ -298,11 +268,30 @@ class MemoryBlock:
         self.prev: MemoryBlock | None = None
         self.next: MemoryBlock | None = None
 
-    def insert_behind(self, other: MemoryBlock) -> None:
-        other.prev, other.next = self, self.next
+    def split(self, size: int, *, mapped: bool = True) -> MemoryBlock:
+        """Cut off all behind the first `size` bytes, and return it as a block of its own."""
+        rest = MemoryBlock(self.address + size, self.size - size, self.pool, mapped=mapped)
+        rest.prev, rest.next = self, self.next
         if self.next is not None:
-            self.next.prev = other
-        self.next = other
+            self.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def merge(self) -> None:
+        """Take in its neighbours, where these are free, and mapped as it is."""
+        for other in (self.prev, self.next):
+            if other is None or other.used or other.mapped != self.mapped:
+                continue
+            self.pool.take(other)
+            if other is self.prev:
+                self.address, self.prev = other.address, other.prev
+                if self.prev is not None:
+                    self.prev.next = self
+            else:
+                self.next = other.next
+                if self.next is not None:
+                    self.next.prev = self
+            self.size += other.size
 
 
 class BlockPool:
@@ -317,7 +306,10 @@ class BlockPool:
         self.unmapped: list[tuple[int, MemoryBlock]] = []
 
     def add(self, block: MemoryBlock) -> None:
-        insort(self.free, (block.size, block.address, block))
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
 
     def take(self, block: MemoryBlock) -> None:
         if block.mapped:
