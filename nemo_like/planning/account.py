@@ -75,12 +75,12 @@ class Account:
 class Explained:
     """A row of a report, which knows where its bytes and seconds come from."""
 
-    explain: Callable[[], Account] | None = field(default=None, compare=False, repr=False)
+    explain: Callable[[], Account] = field(compare=False, repr=False)
 
     @cached_property
-    def account(self) -> Account | None:
+    def account(self) -> Account:
         """Sources of its bytes and seconds."""
-        return None if self.explain is None else self.explain()
+        return self.explain()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields that are sent to other ranks: the account, and not its sources."""
@@ -92,8 +92,6 @@ class Explained:
         Parts, the largest first, add up to the peak and to the step; the lines below a part add up to it.
         """
         account = self.account
-        if account is None:
-            return ""
         unit = ByteUnit.for_sizes([account.peak.total])
 
         def size(amount: float) -> str:

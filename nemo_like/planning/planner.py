@@ -151,18 +151,14 @@ def describe(
     }
     step = {k: v for k, v in asdict(first.job.step).items() if k != "loss_fn"}
     step |= {"loss": "model" if first.outside().own_loss else "loop", "sample": first.part.sample}
-    sums: dict[str, Any] = {}
-    layers: list[LayerPlan] = []
-    for stage, chosen in zip(query.stages, choices):
-        layers += _layers(stage, chosen)
-        for name, value in _sums(stage, chosen).items():
-            sums[name] = sums.get(name, 0) + value
+    stages = list(zip(query.stages, choices))
+    sums = [_sums(*each) for each in stages]
     return Plan(
         model=type(query.traced.given).__name__,
         device=query.device.name,
         traced_for=query.device.kind,
         budget=asked,
-        layers=tuple(layers),
+        layers=tuple(layer for each in stages for layer in _layers(*each)),
         step_seconds=step_seconds(query, choices).total,
         gap_seconds=gap,
         peak=peaks[rank].parts,
@@ -171,7 +167,7 @@ def describe(
         # Weights that are not sharded are not gathered, either.
         matmuls=effective_matmuls(first.job.precision, sharded=first.job.fsdp is not None),
         reserved_bytes=max(reserved, default=None),
-        **sums,
+        **{name: sum(of_stage[name] for of_stage in sums) for name in sums[0]},
     )
 
 

@@ -1,6 +1,7 @@
 """The answer of a plan: whether it fits, with which checkpointing, how fast, and the effects of changes of the job."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -593,13 +594,7 @@ def fewest(needs: Callable[[int], int], counts: Sequence[int], limit: int) -> in
         if high == len(counts) - 1:
             return None
         low, high = high + 1, min(2 * high + 1, len(counts) - 1)
-    while low < high:
-        middle = (low + high) // 2
-        if needs(counts[middle]) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return counts[low]
+    return counts[bisect_left(counts, True, low, high, key=lambda count: needs(count) <= limit)]
 
 
 def gpu_unit(tp: int, cp: int, ep: int, pp: int, dp_replicate: int) -> int:

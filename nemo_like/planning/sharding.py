@@ -8,6 +8,7 @@ The bytes follow PyTorch's ``fully_shard`` (torch 2.13):
 - Its gradients are copied into one flat buffer and reduced; one such buffer stays alive until the next unit's.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -259,7 +260,6 @@ def sharding_of(
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
     dtypes, between = precision.dtypes, ranks_between(fsdp)  # torch cuts on dim 0 only to reshard between
-    known: dict[Any, UnitBytes] = {}
 
     def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
         """Return the dim that FSDP2 cuts `param` on, in a unit of this kind."""
@@ -267,24 +267,23 @@ def sharding_of(
             return expert_shard_dim(param, ranks)
         return 0 if between else shard_dim(param, ranks)
 
+    @functools.cache
     def unit_bytes(
         kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "", kept: int = 0
     ) -> UnitBytes:
         """Return the bytes of a unit. Equal layers have equal units: one of each is counted."""
-        key = (kind, of, ranks, reshard, stack, kept)
-        if key not in known:
-            params = [forms.first[form] for form in of]
-            dims = [cut_dim(param, ranks, kind) for param in params]
-            unit = _unit(kind, params, dims, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
-            each_kept = tuple(size // kept for size in unit.each_gathered) if kept else ()
-            known[key] = replace(unit, stack=stack, each_kept=each_kept)
-        return known[key]
+        params = [forms.first[form] for form in of]
+        dims = [cut_dim(param, ranks, kind) for param in params]
+        unit = _unit(kind, params, dims, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
+        each_kept = tuple(size // kept for size in unit.each_gathered) if kept else ()
+        return replace(unit, stack=stack, each_kept=each_kept)
 
     def unit(source: Any) -> UnitBytes:
         reshard = unit_reshards(fsdp, source.kind, is_last=source is last)
         kept = between if source.kind == "layer" and source is not last else 0
         return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
+    @functools.cache
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
         elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
@@ -292,8 +291,7 @@ def sharding_of(
 
     reshard = bool(unit_reshards(fsdp, "experts"))
     inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
-    of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
-    trains = tuple(map(of_trained.__getitem__, forms.trains))
+    trains = tuple(trains_as(*each) for each in forms.trains)
     padding = 0
     for form, count in forms.sharded.items():
         param = forms.first[form]

@@ -165,19 +165,23 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
     fsdp = requested.strategy if isinstance(requested.strategy, FSDP2) else FSDP2()
     plain = Job.of(ac="none")
-    base = replace(requested, **{name: getattr(plain, name) for name in _SEARCHED}, world_size=None)
     base = replace(
-        base,
+        requested,
+        **{name: getattr(plain, name) for name in _SEARCHED},
+        world_size=None,
         strategy=replace(fsdp, **{flag.name: flag.searched[0] for flag in SHARDING}),
         cp=replace(requested.cp, size=1),
         tp=replace(requested.tp, size=1),
         ep=replace(requested.ep, size=1, imbalance=requested.ep.imbalance if imbalance is None else imbalance),
-        search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
+        search=requested.search if host_memory is None else replace(requested.search, host_memory=host_memory),
     )
     if device_of(base).kind == "cuda":
         # As everyone trains: in bfloat16, the optimizer's step in one kernel, compiled layers where these are faster.
-        usual = {"precision": ("precision", [PRECISION]), "optimizer": ("step", ["adamw-fused"])}
-        usual["compile"] = ("compile", ["none", "inductor"])
+        usual = {
+            "precision": ("precision", [PRECISION]),
+            "optimizer": ("step", ["adamw-fused"]),
+            "compile": ("compile", ["none", "inductor"]),
+        }
         for name, (field_of, values) in usual.items():
             if chosen[name] == [None] and field_of not in requested.asked:
                 chosen[name] = values
@@ -229,18 +233,20 @@ def _pinned_by(job: Job) -> dict[str, Any]:
         ValueError: a field has a value that `fit` does not search.
     """
     fields, pins = job.asked, dict[str, Any]()
-    for name in ("tp", "cp", "ep", "pp"):
-        if name in fields:
-            pins[name] = getattr(job, name).size
-    if "tp" in fields and job.tp.size > 1:
-        pins["sequence_parallel"], pins["loss_parallel"] = job.tp.sequence_parallel, job.tp.loss_parallel
-    if "cp" in fields:
-        pins["cp_method"] = job.cp.method
-    if "dp_replicate" in fields:
-        pins["dp_replicate"] = job.dp_replicate
-    if "pp" in fields and job.pp.size > 1:
-        pins["schedule"], pins["grad_accum"] = job.pp.schedule, job.pp.microbatches
-        pins["stages_per_rank"] = job.pp.stages_per_rank
+    tp, cp, pp = job.tp, job.cp, job.pp
+    of_tp = {"sequence_parallel": tp.sequence_parallel, "loss_parallel": tp.loss_parallel}
+    of_pp = {"schedule": pp.schedule, "grad_accum": pp.microbatches, "stages_per_rank": pp.stages_per_rank}
+    every: dict[str, dict[str, Any]] = {
+        "tp": {"tp": tp.size} | (of_tp if tp.size > 1 else {}),
+        "cp": {"cp": cp.size, "cp_method": cp.method},
+        "ep": {"ep": job.ep.size},
+        "pp": {"pp": pp.size} | (of_pp if pp.size > 1 else {}),
+        "dp_replicate": {"dp_replicate": job.dp_replicate},
+        "loss": {"loss": "model" if job.loss is None else "chunked"},
+        "offload": {"offload": job.offload.mode},
+    }
+    for name, values in every.items():
+        pins |= values if name in fields else {}
     if "strategy" in fields:
         if not isinstance(job.strategy, FSDP2):
             raise ValueError(
@@ -256,10 +262,6 @@ def _pinned_by(job: Job) -> dict[str, Any]:
             raise ValueError(
                 f"ac is {job.ac}, and fit counts the modes {', '.join(MODES)} with their defaults alone. Give the mode."
             )
-    if "loss" in fields:
-        pins["loss"] = "model" if job.loss is None else "chunked"
-    if "offload" in fields:
-        pins["offload"] = job.offload.mode
     if "step" in fields and set(job.step.changed) != {"optimizer"}:
         pins["sync"] = job.step.sync
     if job.step.in_backward:

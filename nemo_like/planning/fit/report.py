@@ -143,7 +143,7 @@ class Candidate(Explained):
             "mfu": self.mfu,
             "fits": self.fits,
             "call": self.call(),
-            "explained": None if self.account is None else self.account.as_json(),
+            "explained": self.account.as_json(),
         }
 
 
@@ -237,17 +237,17 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
         "host": parts.get(HOST, 0.0),
     }
     worst = max(extra, key=lambda name: extra[name])
-    if candidate.need.bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
+    if candidate.need.bytes <= limit and extra[worst] <= 0.02 * candidate.step_seconds:
+        return "compute"
+    if candidate.need.bytes > limit or worst == "replay":
         return f"memory: {largest_group(candidate.peak.parts)}"
-    if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
+    if worst == "network":
         longest = max(sent, key=lambda name: sent[name])
         between = " between nodes" if _spans_nodes(longest, candidate.job, device) else ""
         return f"network: {_NETWORK[longest]}{between}"
-    if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
-        return "pipeline: the bubble"
-    if worst == "host" and extra["host"] > 0.02 * candidate.step_seconds:
-        return "host: it launches kernels more slowly than the GPU runs them"
-    return "compute"
+    return (
+        "pipeline: the bubble" if worst == "bubble" else "host: it launches kernels more slowly than the GPU runs them"
+    )
 
 
 def _spans_nodes(part: str, job: Job, device: Device) -> bool:

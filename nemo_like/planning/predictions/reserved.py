@@ -89,19 +89,14 @@ class Outside:
 
 def outside_of(job: Job, device: Device) -> Outside:
     """Return the bytes that a rank of `job` has outside of the allocator, with those of its device."""
-    return Outside(outside_bytes(job, device), device.memory_bytes)
-
-
-def outside_bytes(job: Job, device: Device) -> dict[str, int]:
-    """Return the bytes that a rank of `job` has outside of the allocator, by part; empty on a CPU."""
-    if device.cuda is None:
-        return {}
-    return {CONTEXT: device.context_bytes, NCCL: sum(_communicators(job, device))}
+    on_cpu = device.cuda is None
+    parts = {} if on_cpu else {CONTEXT: device.context_bytes, NCCL: sum(_communicators(job, device))}
+    return Outside(parts, device.memory_bytes)
 
 
 def default_limit(job: Job, device: Device) -> int:
     """Return the bytes that a step of `job` may take by default: all but those outside of the allocator, and a margin."""
-    return max(1, step_limit(device) - sum(outside_bytes(job, device).values()))
+    return max(1, step_limit(device) - outside_of(job, device).total)
 
 
 def _communicators(job: Job, device: Device) -> Iterator[int]:

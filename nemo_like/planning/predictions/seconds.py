@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of
 from nemo_like.job import Job
@@ -203,31 +203,46 @@ def axis_words(axis: str, group: RankGroup) -> str:
 
 
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
+    """Yield the rows of FSDP2 in calls of a layer that is a unit: collectives and copies, exposed and hidden."""
     assert run.unit is not None
-    waits, units = waits_of(run, links), [unit for unit in (run.unit, run.experts) if unit is not None]
+    units = [unit for unit in (run.unit, run.experts) if unit is not None]
+    gather, reduce = units_seconds(units, links)
+    fetch, store = copy_seconds(units, links.device)
+    block, again = run.block, 1 if run.replays_exchanges else 0
+    sums, gathered, sent = inside_seconds(run, links)
+    ahead = block.forward + 2 * sums + gathered + sent
+    behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
+    fetching = [("forward", max(0.0, fetch + gather - ahead))]  # Exposed seconds before forward, and before backward.
+    if run.unit.reshard:
+        # Activations come back over the same bus.
+        bus = run.moved / links.device.host_link if fetch else 0.0
+        behind = max(0.0, behind - bus)
+        fetching.append(("backward", max(0.0, fetch + gather - behind)))
+        behind = max(0.0, behind - fetch - gather)
     over = axis_words("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
-    fetch, store = waits.copies
-
-    def shown(part: str, what: str, late: float, whole: float) -> Row:
-        return Row(part, what, count * late, count * (whole - late))
-
-    for phase, gather, copy in (
-        ("forward", waits.forward, waits.fetch_forward),
-        *([("backward", waits.backward, waits.fetch_backward)] if run.unit.reshard else []),
-    ):
-        yield shown("parameter gathers", f"all-gather of layers ({over}), {phase}", gather, waits.gather)
-        yield shown("host copies", f"layers' parameters from CPU memory, {phase}", copy, fetch)
+    for phase, exposed in fetching:
+        late = min(gather, exposed)  # The last one is waited for: gathers come after copies.
+        copied = exposed - late
+        words = f"all-gather of layers ({over}), {phase}"
+        yield Row("parameter gathers", words, count * late, count * (gather - late))
+        words = f"layers' parameters from CPU memory, {phase}"
+        yield Row("host copies", words, count * copied, count * (fetch - copied))
+    exposed = max(0.0, reduce + store - behind)
+    stored = min(store, exposed)  # Here the copies come last.
     replicas = sum(roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device) for unit in units)
     # The replicas' sum comes after the reduce-scatter, which is hidden first.
-    late = min(replicas, waits.reduction)
-    first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
+    late = min(replicas, exposed - stored)
+    # To add gradients to existing ones, the host waits for reduction and copy first, and launches nothing. So the part
+    # of both that computing would hide counts there.
+    adding = host_sum_seconds(units, links.device)
+    summing = adding + reduce + store - exposed if adding else 0.0
+    first, hiding = exposed - stored - late, reductions - (summed if summing else 0)
     scatter = f"reduce-scatter of layers ({over})"
     total = f"all-reduce of layers' gradients ({axis_words('dp_replicate', links.replicas)})"
-    yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
+    yield Row("gradient reductions", scatter, reductions * first, hiding * (reduce - replicas - first))
     yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
-    stored = reductions * waits.store
-    yield Row("host copies", "layers' gradients to CPU memory", stored, hiding * (store - waits.store))
-    yield Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)
+    yield Row("host copies", "layers' gradients to CPU memory", reductions * stored, hiding * (store - stored))
+    yield Row(_SUMS, "of layers, with their reductions and copies", summed * summing)
 
 
 def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Iterator[Row]:
@@ -352,60 +367,6 @@ def shown_seconds(size: int, beside: float, links: Links) -> float:
     `beside` seconds: its excess over that, and a piece of the shorter one, since the first piece runs alone."""
     sending = roofline.gather_seconds(size, links.tensor, links.device)
     return max(0.0, sending - beside) + min(sending, beside) / links.tensor.ranks
-
-
-class Waits(NamedTuple):
-    """Seconds of FSDP2 in one layer call: of its collectives and copies, and the exposed ones of these."""
-
-    gather: float
-    reduce: float
-    forward: float  # Exposed seconds of the gather before forward.
-    backward: float  # Exposed seconds of the gather before backward; 0 where the layer stays gathered.
-    reduction: float
-    # Exposed seconds of the copy of shards from CPU memory that is gathered before forward.
-    fetch_forward: float = 0.0
-    fetch_backward: float = 0.0
-    store: float = 0.0  # Exposed seconds of the copy of reduced gradients to CPU memory.
-    copies: tuple[float, float] = (0.0, 0.0)  # Seconds of a copy from CPU memory, and of one to it.
-    # Seconds to add gradients to existing ones.
-    # The host waits for reduction and copy first, and launches nothing. So the part of both that computing would hide
-    # counts here.
-    summing: float = 0.0
-
-
-def waits_of(run: LayerRun, links: Links) -> Waits:
-    """Return the seconds of FSDP2 in a call of a layer that is a unit."""
-    assert run.unit is not None
-    block, again = run.block, 1 if run.replays_exchanges else 0
-    sums, gathered, sent = inside_seconds(run, links)
-    ahead = block.forward + 2 * sums + gathered + sent
-    behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
-    units = [unit for unit in (run.unit, run.experts) if unit is not None]
-    gather, reduce = units_seconds(units, links)
-    copies = fetch, store = copy_seconds(units, links.device)
-    backward = 0.0
-    if run.unit.reshard:
-        # Activations come back over the same bus.
-        bus = run.moved / links.device.host_link if fetch else 0.0
-        behind = max(0.0, behind - bus)
-        backward, behind = max(0.0, fetch + gather - behind), max(0.0, behind - fetch - gather)
-    forward, reduction = max(0.0, fetch + gather - ahead), max(0.0, reduce + store - behind)
-    # The last one is waited for: gathers after copies, copies after reductions.
-    late = min(gather, forward), min(gather, backward), min(store, reduction)
-    adding = host_sum_seconds(units, links.device)
-    summing = adding + reduce + store - reduction if adding else 0.0
-    return Waits(
-        gather,
-        reduce,
-        late[0],
-        late[1],
-        reduction - late[2],
-        forward - late[0],
-        backward - late[1],
-        late[2],
-        copies,
-        summing,
-    )
 
 
 def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
