@@ -41,7 +41,6 @@ from nemo_like.planning.predictions.reserved import (
     StepLogs,
     communicator_bytes,
     default_limit,
-    outside_bytes,
     outside_of,
     replay,
 )
@@ -350,25 +349,25 @@ def test_sends_alone_make_no_rings():
 
 
 def test_one_gpu_has_a_context_alone():
-    assert outside_bytes(job(1), NVLINK) == {"CUDA context": 100 * MIB, "NCCL": 0}
-    assert outside_bytes(job(4, strategy="single"), NVLINK)["NCCL"] == 0
+    assert outside_of(job(1), NVLINK).parts == {"CUDA context": 100 * MIB, "NCCL": 0}
+    assert outside_of(job(4, strategy="single"), NVLINK).parts["NCCL"] == 0
 
 
 def test_a_cpu_has_nothing_outside():
-    assert outside_bytes(job(8), resolve_device("cpu")) == {}
+    assert outside_of(job(8), resolve_device("cpu")).parts == {}
     none = outside_of(job(8), resolve_device("cpu"))
     assert (none.total, none.fraction, none.words()) == (0, None, "")
 
 
 def test_each_axis_has_a_communicator_and_all_ranks_have_one():
-    assert outside_bytes(job(4), NVLINK)["NCCL"] == 688 * MIB  # dp_shard is all ranks
-    assert outside_bytes(job(4, dp_replicate=2), NVLINK)["NCCL"] == (544 + 544 + 688) * MIB
-    assert outside_bytes(job(4, tp=2), NVLINK)["NCCL"] == (544 + 544 + 688) * MIB
-    assert outside_bytes(job(4, strategy="ddp"), NVLINK)["NCCL"] == 688 * MIB
-    assert outside_bytes(job(4, cp=2), NVLINK)["NCCL"] == (688 + 544) * MIB  # dp_shard and cp shard together
-    ring = outside_bytes(job(4, cp=4, tp=1), NVLINK)["NCCL"]
+    assert outside_of(job(4), NVLINK).parts["NCCL"] == 688 * MIB  # dp_shard is all ranks
+    assert outside_of(job(4, dp_replicate=2), NVLINK).parts["NCCL"] == (544 + 544 + 688) * MIB
+    assert outside_of(job(4, tp=2), NVLINK).parts["NCCL"] == (544 + 544 + 688) * MIB
+    assert outside_of(job(4, strategy="ddp"), NVLINK).parts["NCCL"] == 688 * MIB
+    assert outside_of(job(4, cp=2), NVLINK).parts["NCCL"] == (688 + 544) * MIB  # dp_shard and cp shard together
+    ring = outside_of(job(4, cp=4, tp=1), NVLINK).parts["NCCL"]
     assert ring == (688 + 688) * MIB
-    assert outside_bytes(job(4, ep=2), NVLINK)["NCCL"] == (688 + 256 + 32 * 14 + 544) * MIB
+    assert outside_of(job(4, ep=2), NVLINK).parts["NCCL"] == (688 + 256 + 32 * 14 + 544) * MIB
 
 
 def test_the_share_that_leaves_room_is_rounded_down():
