@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import parallelizer
 from nemo_like._util.log import say_once, unsaid
-from nemo_like._util.module_tree import bare, bare_modules
+from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
@@ -277,7 +277,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
 
 
 def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str, nn.Module]:
-    return {name: bare(each) for module in modules for name, each in bare_modules(module) if name in names}
+    return {name: each for module in modules for name, each in bare_modules(module) if name in names}
 
 
 def _loop(

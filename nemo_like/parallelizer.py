@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.field_docs import described
 from nemo_like._util.forwards import sentences
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
-from nemo_like._util.module_tree import bare, bare_modules, check_model
+from nemo_like._util.module_tree import bare_modules, check_model
 from nemo_like._util.words import parse_dtype
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
@@ -343,7 +343,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         keep_documents_apart(model)
     if job.precision.matmuls is not None:
         float8_linears(
-            [bare(layer.module) for layer in layers],
+            [layer.inner for layer in layers],
             job.precision.matmuls,
             place.type,
             sharded=ranks is not None,

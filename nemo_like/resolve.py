@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like._util.log import is_rank_zero, logger, say_once, warn_once
-from nemo_like._util.module_tree import bare, bare_modules, bare_name, glob_to_regex, join
+from nemo_like._util.module_tree import bare_modules, bare_name, glob_to_regex, join, registered
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
@@ -185,7 +185,7 @@ def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[s
         ValueError: no layer has any.
     """
     inside = {layer: submodules_to_checkpoint(layer.module) for layer in layers}
-    without = [type(bare(layer.module)).__name__ for layer, names in inside.items() if not names]
+    without = [type(layer.inner).__name__ for layer, names in inside.items() if not names]
     if len(without) == len(layers):
         raise ValueError(
             f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
@@ -199,7 +199,7 @@ def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[s
     names: dict[nn.Module, str] = {}
     for layer in layers:
         for name in submodules_to_checkpoint(layer.module, skip_attention=skip_attention):
-            names.setdefault(bare(layer.module).get_submodule(name), join(layer.fqn, name))
+            names.setdefault(layer.inner.get_submodule(name), join(layer.fqn, name))
     return list(names.values())
 
 
@@ -269,7 +269,7 @@ def timestep_specs(model: nn.Module, config: CheckpointConfig) -> list[Checkpoin
     elif config.include_patterns:
         cells = [layer.fqn for layer in find_layers(model, config.include_patterns)]
     else:
-        cells = [name for name, module in modules if isinstance(bare(module), nn.RNNCellBase)]
+        cells = [name for name, module in modules if isinstance(module, nn.RNNCellBase)]
     if isinstance(model, nn.RNNCellBase):
         raise ValueError(
             f"The model is the {type(model).__name__} itself, which cannot be wrapped in place: hand in the module that "
@@ -340,14 +340,14 @@ def layers_of_classes(model: nn.Module, classes: Sequence[str]) -> tuple[Layer, 
     layers: list[Layer] = []
     for name, module in bare_modules(model):
         inside_another = any(name.startswith(f"{layer.fqn}.") for layer in layers)
-        if name and type(bare(module)).__name__ in classes and not inside_another:
-            layers.append(Layer(name, module, group_of(model, name)))
+        if name and type(module).__name__ in classes and not inside_another:
+            layers.append(Layer(name, registered(model, name), group_of(model, name)))
     return tuple(layers)
 
 
 def class_names(model: nn.Module) -> list[str]:
     """The class names of the modules in `model`, those that occur most often first."""
-    counts = Counter(type(bare(module)).__name__ for name, module in bare_modules(model) if name)
+    counts = Counter(type(module).__name__ for name, module in bare_modules(model) if name)
     return [kind for kind, _ in counts.most_common()]
 
 

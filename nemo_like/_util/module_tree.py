@@ -1,7 +1,7 @@
 """Names of the original model: module trees walked without their wrappers.
 
-A wrapper (checkpointing, `torch.compile`, data parallel) adds one segment to every name below it. Callers write names
-of the model they built, so the walks here look through wrappers and leave their segments out.
+A wrapper (`torch.compile`, data parallel, PyTorch's checkpointing) adds one segment to every name below it. Callers write
+names of the model they built, so the walks here look through wrappers and leave their segments out.
 """
 
 import re
@@ -71,26 +71,31 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, registered child) of the bare module; a child may itself be a wrapper."""
+    """(name, child) of the bare module; children inside their wrappers."""
     for name, child in bare(module)._modules.items():
         if child is not None:
-            yield name, child
+            yield name, bare(child)
 
 
-def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(FQN in the original model, registered module) in registration order, each object once under its first name.
-
-    Where a module is in a wrapper, the outermost wrapper is yielded, once: the parent calls it.
-    """
+def bare_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(FQN in the original model, module inside its wrappers) in registration order, each once under its first name."""
     seen: set[int] = set()
-    stack = [(fqn, module)]
+    stack = [("", bare(module))]
     while stack:
         name, current = stack.pop()
-        if id(bare(current)) in seen:
+        if id(current) in seen:
             continue
-        seen.add(id(bare(current)))
+        seen.add(id(current))
         yield name, current
         stack.extend((join(name, key), child) for key, child in reversed(list(bare_children(current))))
+
+
+def registered(model: nn.Module, fqn: str) -> nn.Module:
+    """The module of this name in the original model as its parent calls it: where it is wrapped, the outermost wrapper."""
+    module = model
+    for name in filter(None, fqn.split(".")):
+        module = bare(module).get_submodule(name)
+    return module
 
 
 def join(prefix: str, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare_children, bare_modules, check_model, join
+from nemo_like._util.module_tree import bare_modules, check_model, join
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.checkpointed import (
     SELECTIVE_AC_WRAPPER_FLAG,
@@ -93,7 +93,12 @@ def _check(model: nn.Module, specs: Sequence[CheckpointSpec], compile: bool) -> 
     Raises:
         ValueError, TypeError: as `apply_specs`.
     """
-    modules = {join(at, key): child for at, parent in bare_modules(model) for key, child in bare_children(parent)}
+    modules = {
+        join(at, name): child
+        for at, parent in bare_modules(model)
+        for name, child in parent._modules.items()
+        if child is not None
+    }
     taken: dict[int, str] = {}
     chosen: dict[str, nn.Module] = {}
     for name in (name for spec in specs for name in spec.members):

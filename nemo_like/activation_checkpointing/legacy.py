@@ -103,7 +103,7 @@ def names_in(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
         ValueError: an entry is not a registered sub-module of `model`.
     """
     check_model(model)
-    names = {bare(module): name for name, module in bare_modules(model) if name}
+    names = {module: name for name, module in bare_modules(model) if name}
     for index, layer in enumerate(layers):
         if bare(layer) not in names:
             raise ValueError(

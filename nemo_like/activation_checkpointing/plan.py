@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import bare, bare_modules
+from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -148,7 +148,7 @@ class Plan:
         Raises:
             PlanError: a planned layer is missing, or is another one (class, parameter names, shapes or dtypes).
         """
-        modules = {name: bare(module) for name, module in bare_modules(model)}
+        modules = dict(bare_modules(model))
         for layer in self.layers:
             if layer.fqn not in modules:
                 raise PlanError(
@@ -250,7 +250,7 @@ def plan_specs(
     """
     plan.check(model)
     plan.say_other_device(device_type)
-    modules = {name: bare(module) for name, module in bare_modules(model)}
+    modules = dict(bare_modules(model))
     specs: dict[nn.Module, CheckpointSpec] = {}
     for name, policy in plan.policies().items():
         if policy is not None:

@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare, bare_children, join
+from nemo_like._util.module_tree import bare_children, join
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.words import check_fields, setting
 from nemo_like.activation_checkpointing.ops import routing_ops
@@ -221,8 +221,7 @@ def submodules_to_checkpoint(layer: nn.Module, *, skip_attention: bool = False) 
 
 def _replayable(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(name within the layer, child), looking into plain lists (T5's ``layer``)."""
-    for name, registered in bare_children(layer):
-        child = bare(registered)
+    for name, child in bare_children(layer):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _replayable(child, join(prefix, name))
         elif _is_replayable(name, child):

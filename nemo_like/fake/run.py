@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from nemo_like._util.forwards import Forward
-from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
@@ -370,7 +369,7 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
     before: dict[nn.Module, Any] = {}
     try:
         for layer in layers:
-            module = bare(layer.module)
+            module = layer.inner
             if module not in before:
                 before[module] = module.__dict__.get("forward")
                 _Traced(module, make(layer, module.forward)).put()

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare, bare_children, bare_modules, bare_name, check_model, glob_to_regex, join
+from nemo_like._util.module_tree import (
+    bare,
+    bare_children,
+    bare_modules,
+    bare_name,
+    check_model,
+    glob_to_regex,
+    join,
+    registered,
+)
 from nemo_like._util.words import a_or_an
 from nemo_like.layers.groups import GROUPS, groups_of
 from nemo_like.layers.structure import (
@@ -46,6 +55,11 @@ class Layer:
     group: str
     """``language`` | ``vision`` | ``audio`` | ``other``."""
 
+    @property
+    def inner(self) -> nn.Module:
+        """The layer itself, inside of its wrappers."""
+        return bare(self.module)
+
 
 def find_layers(
     model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None
@@ -70,13 +84,10 @@ def find_layers(
     """
     check_model(model)
     if layers is not None:
-        layers_found = named_by_caller(model, layers)
-    else:
-        layers_found = _Finder(model).find()
-        if not layers_found:
-            raise LayersNotFoundError(_nothing_found(model))
-    groups = groups_of(model, [fqn for fqn, _ in layers_found])
-    return tuple(Layer(fqn, module, group) for (fqn, module), group in zip(layers_found, groups))
+        names = named_by_caller(model, layers)
+    elif not (names := _Finder(model).find()):
+        raise LayersNotFoundError(_nothing_found(model))
+    return tuple(Layer(fqn, registered(model, fqn), group) for fqn, group in zip(names, groups_of(model, names)))
 
 
 def layer_groups(
@@ -97,25 +108,26 @@ class _Finder:
         self.no_split = _no_split_names(model)
         self.least_plain = _PLAIN_SHARE * parameter_count(model)
         self.by_name = False  # Members of a `ModuleDict` by words can be layers.
-        self.found: list[tuple[str, nn.Module]] = []
+        self.found: list[str] = []
         self.seen: set[int] = set()
         self.layers: set[int] = set()
 
-    def find(self) -> list[tuple[str, nn.Module]]:
-        self._visit(self.model, "")
+    def find(self) -> list[str]:
+        """Return the names of the layers."""
+        self._visit(bare(self.model), "")
         if not self.found:
             self.by_name = True
             self.seen.clear()
-            self._visit(self.model, "")
+            self._visit(bare(self.model), "")
         return self.found
 
     def _visit(self, module: nn.Module, fqn: str) -> None:
-        if id(bare(module)) in self.seen:
+        if id(module) in self.seen:
             return
-        self.seen.add(id(bare(module)))
+        self.seen.add(id(module))
         if id(module) in self.layers:
-            self.found.append((fqn, module))
-            self.seen.update(id(inner) for inner in bare(module).modules())  # no layer under another name either
+            self.found.append(fqn)
+            self.seen.update(id(inner) for inner in module.modules())  # no layer under another name either
             return
         self.layers |= {id(layer) for layer in self._layers_among_children(module)}
         for name, child in bare_children(module):
@@ -212,10 +224,8 @@ class LayersNotFoundError(ValueError):
     """No repeated layers were found, or a layer that the caller named is not in the model or overlaps another."""
 
 
-def named_by_caller(
-    model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module
-) -> list[tuple[str, nn.Module]]:
-    """(FQN, module) of each layer that `layers` means, in registration order. Errors as in `find_layers`."""
+def named_by_caller(model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module) -> list[str]:
+    """The FQN of each layer that `layers` means, in registration order. Errors as in `find_layers`."""
     if isinstance(layers, str | nn.Module):
         layers = [layers]
     elif not isinstance(layers, Iterable):
@@ -229,21 +239,21 @@ def named_by_caller(
         for fqn, module in hits:
             inside = [(join(fqn, name), child) for name, child in bare_children(module)]
             for name, member in inside if is_container(module) else [(fqn, module)]:
-                chosen.setdefault(id(bare(member)), (name, member))
+                chosen.setdefault(id(member), (name, member))
     if not chosen:
         raise LayersNotFoundError("layers= is empty; leave it out to have the layers found, or name at least one.")
-    order = {id(bare(module)): index for index, (_, module) in enumerate(tree)}
-    in_order = sorted(chosen.values(), key=lambda pair: order[id(bare(pair[1]))])
+    order = {id(module): index for index, (_, module) in enumerate(tree)}
+    in_order = sorted(chosen.values(), key=lambda pair: order[id(pair[1])])
     _refuse_overlap(in_order)
-    return in_order
+    return [name for name, _ in in_order]
 
 
 def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) -> list[tuple[str, nn.Module]]:
     """The (FQN, module) pairs that one entry of ``layers=`` means; at least one, or an error naming the entry."""
     if isinstance(item, nn.Module):
-        hits = [(fqn, module) for fqn, module in tree if bare(module) is bare(item)]
+        hits = [(fqn, module) for fqn, module in tree if module is bare(item)]
         # A list that the caller made of the model's own blocks is not part of the model, its members are.
-        if not hits and is_container(item):
+        if not hits and is_container(bare(item)):
             return [hit for _, child in bare_children(item) for hit in _matches(model, tree, child)]
         if not hits:
             raise LayersNotFoundError(
@@ -269,11 +279,11 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
 def _refuse_overlap(chosen: list[tuple[str, nn.Module]]) -> None:
     inside: dict[int, str] = {}
     for fqn, module in chosen:
-        for part in bare(module).modules():
-            if part is not bare(module):
+        for part in module.modules():
+            if part is not module:
                 inside.setdefault(id(part), fqn)
     for fqn, module in chosen:
-        if (outer := inside.get(id(bare(module)))) is not None:
+        if (outer := inside.get(id(module))) is not None:
             raise LayersNotFoundError(
                 f"layers= names both {outer!r} and {fqn!r}, which is inside it; layers must not overlap."
             )

@@ -58,22 +58,19 @@ def group_of(root: nn.Module, fqn: str) -> str:
 
 def _path(root: nn.Module, fqn: str) -> list[tuple[str, nn.Module]]:
     """Return `root` and the modules from there to `fqn`, each with its name in the one before."""
-    path: list[tuple[str, nn.Module]] = [("", root)]
+    path = [("", bare(root))]
     for name in fqn.split("."):
-        child = bare(path[-1][1])._modules[name]
-        assert child is not None  # the FQN was found on a walk over registered children
-        path.append((name, child))
+        path.append((name, bare(path[-1][1].get_submodule(name))))
     return path
 
 
 def _nearest_verdict(path: list[tuple[str, nn.Module]]) -> str | None:
     for name, module in reversed(path):
-        inner = bare(module)
         verdict = (
             _by_words(name.replace("_", " "))
-            or ("language" if _embeds_tokens(inner) else None)
-            or _by_declaration(inner)
-            or _by_words(_WORD_ENDS.sub(" ", type(inner).__name__))
+            or ("language" if _embeds_tokens(module) else None)
+            or _by_declaration(module)
+            or _by_words(_WORD_ENDS.sub(" ", type(module).__name__))
         )
         if verdict:
             return verdict
@@ -81,8 +78,8 @@ def _nearest_verdict(path: list[tuple[str, nn.Module]]) -> str | None:
 
 
 def _default_group(root: nn.Module, path: list[tuple[str, nn.Module]]) -> str:
-    ancestors = [bare(module) for _, module in path[:-1]]
-    if any(map(_takes_text, ancestors)) or _embeds_ids(ancestors, bare(path[-1][1])):
+    *ancestors, layer = (module for _, module in path)
+    if any(map(_takes_text, ancestors)) or _embeds_ids(ancestors, layer):
         return "language"
     return "vision" if any(isinstance(part, nn.Conv2d | nn.Conv3d) for part in root.modules()) else "other"
 
@@ -106,8 +103,7 @@ def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
     """
     on_the_way = {id(module) for module in (*ancestors, layer)}
     for ancestor in ancestors:
-        for name, child in bare_children(ancestor):
-            part = bare(child)
+        for name, part in bare_children(ancestor):
             if id(part) in on_the_way:
                 continue
             if isinstance(part, nn.Embedding):
@@ -123,8 +119,8 @@ def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
 def _embeds_tokens(module: nn.Module) -> bool:
     """Return whether `module` itself, or its child ``embeddings``, owns an embedding named as token embeddings are."""
     return any(
-        (isinstance(bare(child), nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name))
-        or (name == "embeddings" and _embeds_tokens(bare(child)))
+        (isinstance(child, nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name))
+        or (name == "embeddings" and _embeds_tokens(child))
         for name, child in bare_children(module)
     )
 

@@ -1,5 +1,6 @@
 """Tell from a module's structure its kind: a block, a container of siblings, or neither.
 
+Modules are looked at inside of their wrappers, as `bare_modules` and `bare_children` yield them.
 Nothing here looks for the classes of any library; the words looked for are the field's own (norm, attention, mixer).
 """
 
@@ -19,15 +20,14 @@ _DECLARED_BASE = "GradientCheckpointingLayer"
 
 
 def unadapted(module: nn.Module) -> nn.Module:
-    """The module inside every wrapper and adapter: adapters have the adapted module as ``base_layer``."""
-    inner = bare(module)
-    while (adapted := inner._modules.get("base_layer")) is not None:
-        inner = bare(adapted)
-    return inner
+    """The module inside every adapter, which has it as ``base_layer``."""
+    while (adapted := module._modules.get("base_layer")) is not None:
+        module = bare(adapted)
+    return module
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of the bare, unadapted module; FSDP2's generated ``FSDP<Name>`` class counts as ``<Name>``."""
+    """The class of the unadapted module; FSDP2's generated ``FSDP<Name>`` class counts as ``<Name>``."""
     cls = type(unadapted(module))
     bases = cls.__bases__
     return bases[1] if len(bases) == 2 and bases[0].__name__ == "FSDPModule" else cls
@@ -35,27 +35,24 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 def has_declared_base(module: nn.Module) -> bool:
     """Return whether a Hugging Face model itself offers to checkpoint `module`."""
-    return any(base.__name__ == _DECLARED_BASE for base in type(bare(module)).__mro__)
+    return any(base.__name__ == _DECLARED_BASE for base in type(module).__mro__)
 
 
 def is_callable(module: nn.Module) -> bool:
     """Return whether `module` has a forward of its own: lists and bare ``nn.Module()`` namespaces have none."""
-    inner = bare(module)
-    return type(inner).forward is not nn.Module.forward or "forward" in vars(inner)
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_container(module: nn.Module) -> bool:
     """A module that only holds siblings: `ModuleList`, `ModuleDict`, a bare `nn.Module` with digit-named children."""
-    inner = bare(module)
-    if isinstance(inner, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
-    names = list(inner._modules)
-    return bool(names) and not is_callable(inner) and all(name.isdigit() for name in names)
+    return bool(module._modules) and not is_callable(module) and all(map(str.isdigit, module._modules))
 
 
 def is_sequence(module: nn.Module) -> bool:
     """A container, or an `nn.Sequential`: its children are siblings."""
-    return is_container(module) or isinstance(bare(module), nn.Sequential)
+    return is_container(module) or isinstance(module, nn.Sequential)
 
 
 def is_nested(module: nn.Module) -> bool:
@@ -67,8 +64,7 @@ def is_nested(module: nn.Module) -> bool:
 def has_names(module: nn.Module) -> bool:
     """Return whether `module` is a `ModuleDict` by words, such as tasks: one of which is asked for, rather than all in
     order."""
-    inner = bare(module)
-    return isinstance(inner, nn.ModuleDict) and not all(_NUMBERED.fullmatch(name) for name in inner)
+    return isinstance(module, nn.ModuleDict) and not all(map(_NUMBERED.fullmatch, module))
 
 
 def parameter_count(*modules: nn.Module) -> int:

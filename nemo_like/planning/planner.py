@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare, bare_modules, check_model
+from nemo_like._util.module_tree import bare_modules, check_model
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan, layer_signature, plan_specs
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -174,7 +174,7 @@ def describe(
 def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
     """Return the plan of each layer of a stage, with its name in the whole model."""
     part, layers = stage.part, dict[str, LayerPlan]()
-    modules = {name: bare(module) for name, module in bare_modules(part.whole)}
+    modules = dict(bare_modules(part.whole))
     names = dict(zip((layer.fqn for layer in part.layers), stage.names))
     for call, choice, moved, waits in zip(part.traced.calls, choices, stage.moved(choices), stage.exposed(choices)):
         problem = part.problems[call.kind]

@@ -192,7 +192,7 @@ class ParameterForms:
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.
         expert_ids = {id(weight) for each in experts for weight in each.weights}
-        in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
+        in_layers = {id(p) for layer in layers for p in layer.inner.parameters()}
         # Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an
         # expert's.
         self.trains: list[tuple[int, bool, bool]] = [

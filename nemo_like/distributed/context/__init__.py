@@ -32,16 +32,16 @@ def check_context_parallel(
     Raises:
         ValueError: a model whose sequences cannot be cut, naming the mixing module; a method that does not fit it.
     """
-    stack = find_stack(model, layers, call)
-    if getattr(getattr(bare(model), "config", None), "output_router_logits", False):
+    stack, inner = find_stack(model, layers, call), bare(model)
+    if getattr(getattr(inner, "config", None), "output_router_logits", False):
         raise ValueError(
             "config.output_router_logits is True: the auxiliary loss of the routers is not a sum over tokens, and a part of "
             "the sequence does not give its part of it. Set it to False, or use cp=1."
         )
-    if options.loss_mean == "rows" and stack.module is bare(model):
+    if options.loss_mean == "rows" and stack.module is inner:
         raise ValueError(
             f"ContextParallel.loss_mean is 'rows', which gives whole sequences to the code behind the layers, and "
-            f"{type(bare(model)).__name__} has its layers and the code behind them in one module. Put the layers, from "
+            f"{type(inner).__name__} has its layers and the code behind them in one module. Put the layers, from "
             "token ids to hidden states, in a module of their own, or write loss_mean='tokens', 'sum' or a function."
         )
     if stack.transformers:

@@ -49,7 +49,7 @@ def find_stack(model: nn.Module, layers: Sequence[Layer] | None = None, call: nn
         )
     members: dict[str, list[nn.Module]] = {}
     for layer in words:
-        members.setdefault(_stack_name(model, layer.fqn), []).append(bare(layer.module))
+        members.setdefault(_stack_name(model, layer.fqn), []).append(layer.inner)
     stacks, base = [], model_base()
     for name, inside in members.items():
         module = bare(model.get_submodule(name))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
+from nemo_like._util.module_tree import bare_children, bare_modules, glob_to_regex
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.context.sequence_ops import name_group
 from nemo_like.distributed.expert.exchange import Exchange, TensorRanks
@@ -108,7 +108,8 @@ def refuse_lists(model: nn.Module, size: int, plan: Mapping[str, str] | None = N
         if not isinstance(experts, nn.ModuleList | nn.ModuleDict) or not len(experts):
             continue
         if plan is not None or is_list_of_experts(name, experts):
-            kind = type(bare(next(iter(experts.children())))).__name__
+            _, first = next(bare_children(experts))
+            kind = type(first).__name__
             raise ValueError(
                 f"ep is {size}, and the experts {name!r} are {a_or_an(experts)} of {len(experts)} modules {kind}. A rank "
                 "receives all rows of its experts at once, and the block calls a list one expert at a time. Convert it to "

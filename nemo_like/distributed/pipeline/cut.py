@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.forwards import Forward
-from nemo_like._util.module_tree import bare, bare_modules, join
+from nemo_like._util.module_tree import bare, join, registered
 from nemo_like._util.tensors import map_tensors
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.consistency_checks import mesh_groups
@@ -138,15 +138,15 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     present = [tree for tree in trees if not isinstance(tree, AbsentLayer)]
     if len(present) <= 1 or all(tree is present[0] for tree in present):
         return (present or list(trees))[0]
-    merged_module = nn.Module()
-    for tree in map(bare, present):
+    merged_module, present = nn.Module(), list(map(bare, present))
+    for tree in present:
         for table in ("_parameters", "_buffers"):
             merged_module.__dict__[table] |= {
                 key: value for key, value in vars(tree)[table].items() if value is not None
             }
         merged_module._non_persistent_buffers_set |= tree._non_persistent_buffers_set
-    for name in dict.fromkeys(name for tree in present for name in bare(tree)._modules):
-        children = [child for tree in present if (child := bare(tree)._modules.get(name)) is not None]
+    for name in dict.fromkeys(name for tree in present for name in tree._modules):
+        children = [child for tree in present if (child := tree._modules.get(name)) is not None]
         if children:
             merged_module._modules[name] = merged(children)
     return merged_module
@@ -519,11 +519,10 @@ class StagesOfRank:
     @contextlib.contextmanager
     def without_layers(self, stage: HeldStage) -> Iterator[None]:
         """Within it, calls of the layers of `stage` pass hidden states on, where it is known how."""
-        modules = dict(bare_modules(stage.module))
         with contextlib.ExitStack() as stack:
             for index in stage.slice.layers:
                 if (passing := self.parts.passing(index)) is not None:
-                    stack.enter_context(answering_calls(modules[self.parts.layers[index]], passing))
+                    stack.enter_context(answering_calls(registered(stage.module, self.parts.layers[index]), passing))
             yield
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
@@ -108,13 +107,13 @@ class _Watcher:
         names = {id(module): name for name, module in self.model.named_modules(remove_duplicate=False)}
         return replaced_forwards(
             self.layers,
-            lambda layer, forward: self._watch(layer, forward, names[id(bare(layer.module))], state, run_all),
+            lambda layer, forward: self._watch(layer, forward, names[id(layer.inner)], state, run_all),
         )
 
     def _watch(
         self, layer: Any, forward: Callable, name: str, state: Mapping[str, torch.Tensor], run_all: bool
     ) -> Callable:
-        module = bare(layer.module)
+        module = layer.inner
         prefix = name + "." if name else ""
         layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         settings = settings_of(module)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.model_copy import leaves_of, with_state
@@ -76,7 +75,7 @@ def outer_memory(
             assert position < len(traced.calls), "a layer runs that did not run when it was traced"
             number = traced.calls[position].kind
             kind = traced.kinds[number]
-            kwargs = kind.call_of(bare(layer.module), kwargs)
+            kwargs = kind.call_of(layer.inner, kwargs)
             input_numbers = {
                 place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
             }
@@ -87,8 +86,8 @@ def outer_memory(
                 alive[position] = weakref.ref(call)
             output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
             calls.append(ForwardCall(at, len(meter.log), input_numbers, output_numbers))
-            record_again(bare(layer.module), records)
-            return kind.put(bare(layer.module), output)
+            record_again(layer.inner, records)
+            return kind.put(layer.inner, output)
 
         return standing_in
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
@@ -139,7 +138,7 @@ class TracedPart:
             keep_documents_apart(self.model)
         check_float8_plan(job, self.device)
         if job.precision.matmuls is not None:  # as `parallelize` does in the model itself: before it is cut
-            modules = [bare(layer.module) for layer in find.find_layers(self.model, job.layers)]
+            modules = [layer.inner for layer in find.find_layers(self.model, job.layers)]
             float8_linears(
                 modules, job.precision.matmuls, self.device.kind, sharded=job.fsdp is not None, tp=job.tp.size
             )
@@ -151,7 +150,7 @@ class TracedPart:
         if job.tp.size * ep.size > 1:
             self.model, self.experts = first_rank(self.model, job.tp, ep, ends=ends_of(model))
         self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
-        if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
+        if has_kv_sharing(model) and not shares_states_explicitly(layer.inner for layer in self.layers):
             raise ValueError(
                 f"{type(model).__name__} shares keys and values between layers through its cache, which recomputing "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
@@ -195,11 +194,11 @@ class TracedPart:
     def not_run(self) -> tuple[find.Layer, ...]:
         """The layers that the sample input did not go through: the encoder of another kind of input, as a rule."""
         ran = {call.module for call in self.traced.calls}
-        return tuple(layer for layer in self.layers if bare(layer.module) not in ran)
+        return tuple(layer for layer in self.layers if layer.inner not in ran)
 
     def idle_layers(self) -> str:
         """Return `not_run` in words; empty where all layers ran."""
-        counts = Counter((layer.group, type(bare(layer.module)).__name__) for layer in self.not_run)
+        counts = Counter((layer.group, type(layer.inner).__name__) for layer in self.not_run)
         return ", ".join(f"{count} x {name} ({group})" for (group, name), count in counts.items())
 
     # --- choices --------------------------------------------------------------------------------------------------
