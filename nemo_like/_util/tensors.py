@@ -43,8 +43,8 @@ def autocast_dtype(operand: Tensor) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bits of the elements of `tensor`, in order."""
-    whole = tensor.detach().cpu().contiguous()
+    """The bits of the elements of `tensor`, on the CPU, in order."""
+    whole = tensor.detach().contiguous()
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 

@@ -265,7 +265,7 @@ def _describe_contents(tensor: Tensor) -> str:
     """With a number of all its bits."""
     if isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_quantized:
         return f"a {type(tensor).__name__}"
-    return f"{_describe_tensor(tensor)} with contents {hashlib.sha256(bytes_of(tensor)).hexdigest()[:8]}"
+    return f"{_describe_tensor(tensor)} with contents {hashlib.sha256(bytes_of(tensor.cpu())).hexdigest()[:8]}"
 
 
 def _words_of(value: object, code: str, names: Mapping[nn.Module, str]) -> str:

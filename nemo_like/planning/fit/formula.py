@@ -149,7 +149,7 @@ class Formula:
         # Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk.
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
         self.whole, self.split_share = _tensor_parallel(query)
-        self.sums, self.by_mode = self._of_layers()
+        self.sums, self.by_mode = self.layer_numbers()
         self.measure("model", query)
 
     def under(self, job: Job) -> Formula:
@@ -157,13 +157,13 @@ class Formula:
         other = copy.copy(self)
         other.query = self.query.under(job)
         other.stage = other.query.stages[0]
-        other.sums, other.by_mode = other._of_layers()
+        other.sums, other.by_mode = other.layer_numbers()
         if job.partitioner != self.query.job.partitioner:
             other.places, other.outer, other.excess = {}, {}, 0.0
             other.measure("model", other.query)
         return other
 
-    def _of_layers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def layer_numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Return seconds and bytes of all layers as they were traced, and those that depend on the mode, by mode.
 
         ``held``: bytes that are saved for backward, of which ``offload="boundary"`` moves the ``inputs``; ``summed``: of one
