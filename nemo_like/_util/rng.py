@@ -51,7 +51,17 @@ def set_rng_state(state: RngState) -> None:
 
 
 def _numpy_state() -> dict[str, Any] | None:
-    """The state of NumPy's global generator, of any kind; None where NumPy is not imported."""
+    """The state of NumPy's global generator, of any kind; None where NumPy is not imported.
+
+    >>> import numpy
+    >>> before = numpy.random.get_bit_generator()
+    >>> numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    >>> with random_numbers_put_back():
+    ...     drawn = numpy.random.rand()
+    >>> drawn == numpy.random.rand()
+    True
+    >>> numpy.random.set_bit_generator(before)
+    """
     numpy_random: Any = sys.modules.get("numpy.random")
     if not hasattr(numpy_random, "get_state"):  # while NumPy is being imported its module is there, and not yet whole
         return None
@@ -89,7 +99,13 @@ def generators(device: torch.device) -> dict[str, Access]:
 
 @contextmanager
 def random_numbers_put_back(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Draws from the global `generators` of `device` within it are made again after it."""
+    """Draws from the global `generators` of `device` within it are made again after it.
+
+    >>> with random_numbers_put_back():
+    ...     drawn = random.random(), torch.rand(1)
+    >>> drawn == (random.random(), torch.rand(1))
+    True
+    """
     before = [(write, read()) for read, write in generators(torch.device(device)).values()]
     try:
         yield

@@ -43,8 +43,15 @@ def autocast_dtype(operand: Tensor) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bits of the elements of `tensor`, on the CPU, in order."""
-    whole = tensor.detach().contiguous()
+    """The bits of the elements of `tensor`, on the CPU, in order; of a conjugate view, the conjugates'.
+
+    >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T), bytes_of(torch.empty(0))
+    (b'\\x01\\x03\\x02\\x04', b'')
+    >>> turned = torch.tensor([1 + 2j]).conj()
+    >>> bytes_of(turned) == bytes_of(turned.clone().resolve_conj()), bytes_of(turned) == bytes_of(turned.conj())
+    (True, False)
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 

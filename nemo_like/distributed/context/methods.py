@@ -274,10 +274,14 @@ class GatherKeys(ContextMethod):
             chunks = got.pop(0)
             whole, sums = chunks.permute(1, 2, 3, 0, 4), torch.zeros_like(chunks) if backward else None
             for rows, columns in blocks:
-                if whole[:, :, :, columns].shape[3]:
-                    _add(sums, columns, (yield rows, whole[:, :, :, columns], False))
+                if not whole[:, :, :, columns].shape[3]:
+                    continue
+                if sums is None:
+                    yield rows, whole[:, :, :, columns], False
+                else:
+                    _add(sums[columns], (yield rows, whole[:, :, :, columns], False))
             if sums is not None:
-                _add(sums, slice(rank * half, (rank + 1) * half), of_own.pop(0))
+                _add(sums[rank * half : (rank + 1) * half], of_own.pop(0))
                 parts.append(torch.empty_like(sent[number]))
                 reduced.append(dist.reduce_scatter_single(parts[-1], sums, group=ranks_of, async_op=True))
             del chunks, whole, sums
@@ -291,11 +295,10 @@ class GatherKeys(ContextMethod):
         return (3 + 2 * ranks if backward else 2 + ranks) * part
 
 
-def _add(sums: Any, rows: slice, grads: Any) -> None:
-    """Add gradients of keys and of values, (B, heads, M, D) each, to `rows` of sums (L, 2, B, heads, D). In forward there
-    are none of them, and no sums."""
-    for number, grad in enumerate(grads or ()):
-        sums[rows, number] += grad.permute(2, 0, 1, 3)
+def _add(sums: Tensor, grads: Any) -> None:
+    """Add gradients of keys and of values, (B, heads, M, D) each, to sums (M, 2, B, heads, D)."""
+    for number, grad in enumerate(grads):
+        sums[:, number] += grad.permute(2, 0, 1, 3)
 
 
 # ``ring``: keys and values go from rank to rank, and no rank ever holds those of the whole sequence.

@@ -91,20 +91,21 @@ class RootHooks:
         self._compare(arguments)
         labels, of_rows = self._labels(arguments)
         self._of_rows |= of_rows
-        of_rows |= self.loss_mean == "rows" if labels else self._of_rows and self._whole
+        of_rows |= (self.loss_mean == "rows") if labels else (self._of_rows and self._whole)
         self.parts.whole_head = of_rows and not self._is_stack
         replaced = self._with_whole_gradients(arguments)
         if labels and not self.parts.whole_head:
-            loss = self._open[-1] = _Loss(self, labels, arguments)
+            self._open[-1] = _Loss(self, labels, arguments)
             replaced |= {name: self.parts.cut(arguments[name], 1, IGNORED) for name in labels}
-            # In torch's module, for all threads. A function mode would be this thread's alone, and active for every
-            # function of all layers, whose compiled graphs it breaks, and again for their recomputation.
-            F.cross_entropy = loss.cross_entropy
         if replaced and len(args) > len(self._names):
             raise NotImplementedError(
                 f"cp cannot tell the names of the {len(args) - len(self._names)} last positional arguments: give them "
                 "by keyword."
             )
+        if self._open[-1] is not None:
+            # In torch's module, for all threads. A function mode would be this thread's alone, and active for every
+            # function of all layers, whose compiled graphs it breaks, and again for their recomputation.
+            F.cross_entropy = self._open[-1].cross_entropy
         return ((), arguments | replaced) if replaced else None
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:

@@ -6,7 +6,6 @@ results are taken to exist only where a matmul, attention, a collective, the oth
 written into a tensor of their size that they read last.
 """
 
-import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -268,7 +267,7 @@ class _Graph:
         self.fuses = fuses
         if not fuses:
             self.real = {node for node in self.nodes if self.root[node] is node}
-        self.reads = functools.cache(self._reads)
+        self._reads: dict[fx.Node, dict[fx.Node, None]] = {}
 
     def _root(self, node: fx.Node) -> fx.Node:
         """Return the node whose storage a view is of; itself, where it makes one."""
@@ -283,14 +282,16 @@ class _Graph:
                     return self.root[read]
         return node
 
-    def _reads(self, node: fx.Node) -> dict[fx.Node, None]:
+    def reads(self, node: fx.Node) -> dict[fx.Node, None]:
         """Return the storages that the kernel of a node reads, through the nodes fused into it."""
-        # Not a set, which would order them, and so the frees in the log, by their addresses.
-        found: dict[fx.Node, None] = {}
-        for read in node.all_input_nodes:
-            base = self.root[read]
-            found |= {base: None} if base in self.real else self.reads(base)
-        return found
+        if node not in self._reads:
+            # Not a set, which would order them, and so the frees in the log, by their addresses.
+            found: dict[fx.Node, None] = {}
+            for read in node.all_input_nodes:
+                base = self.root[read]
+                found |= {base: None} if base in self.real else self.reads(base)
+            self._reads[node] = found
+        return self._reads[node]
 
     def log(
         self, given: Mapping[fx.Node, int], numbers: Iterator[int]

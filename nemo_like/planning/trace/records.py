@@ -1,6 +1,5 @@
 """Logs of allocations and frees of a block, or of the model outside its blocks, in runs on fake tensors."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,15 +43,22 @@ class Recorded:
             makers: the operator that made each storage, where that is known.
         """
         self.entries, self.exposed, self.sizes, self.late, self.makers = entries, exposed, sizes, late, makers or {}
-        self.fold = functools.cache(self._fold)  # each step runs a log many times
+        # Each step runs a log many times. No `functools.cache` of a method, with which a log would hold itself.
+        self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
 
-    def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
+    def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         """Return the result of a run.
 
         Args:
             there: exposed storages that exist when it begins.
             alone: numbers out of `there` that have no other holder.
         """
+        fold = self._folds.get((there, alone))
+        if fold is None:
+            fold = self._folds[there, alone] = self._fold(there, alone)
+        return fold
+
+    def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         level = peak = net = 0
         new: dict[int, int] = {}
         left, late = set(there), []
