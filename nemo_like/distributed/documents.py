@@ -257,8 +257,8 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "it is an encoder-decoder"
-    text = _language(model)
-    prefix = next((name for name, module in bare_modules(model) if module is bare(text)), "")
+    text = bare(_language(model))
+    prefix = next((name for name, module in bare_modules(model) if module is text), "")
     for name, module, why in sequence_mixers(text, transformers=True, masked=masked):
         # Encoders of pictures and sounds have sequences of their own, which no document of the text ends.
         fqn = join(prefix, name) if name else prefix

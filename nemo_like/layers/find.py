@@ -251,9 +251,10 @@ def named_by_caller(model: nn.Module, layers: Iterable[str | nn.Module] | str | 
 def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) -> list[tuple[str, nn.Module]]:
     """The (FQN, module) pairs that one entry of ``layers=`` means; at least one, or an error naming the entry."""
     if isinstance(item, nn.Module):
-        hits = [(fqn, module) for fqn, module in tree if module is bare(item)]
+        inner = bare(item)
+        hits = [(fqn, module) for fqn, module in tree if module is inner]
         # A list that the caller made of the model's own blocks is not part of the model, its members are.
-        if not hits and is_container(bare(item)):
+        if not hits and is_container(inner):
             return [hit for _, child in bare_children(item) for hit in _matches(model, tree, child)]
         if not hits:
             raise LayersNotFoundError(

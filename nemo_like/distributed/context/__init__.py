@@ -32,7 +32,8 @@ def check_context_parallel(
     Raises:
         ValueError: a model whose sequences cannot be cut, naming the mixing module; a method that does not fit it.
     """
-    stack, inner = find_stack(model, layers, call), bare(model)
+    stack = find_stack(model, layers, call)
+    inner = bare(model)
     if getattr(getattr(inner, "config", None), "output_router_logits", False):
         raise ValueError(
             "config.output_router_logits is True: the auxiliary loss of the routers is not a sum over tokens, and a part of "

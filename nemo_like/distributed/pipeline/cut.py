@@ -138,7 +138,8 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     present = [tree for tree in trees if not isinstance(tree, AbsentLayer)]
     if len(present) <= 1 or all(tree is present[0] for tree in present):
         return (present or list(trees))[0]
-    merged_module, present = nn.Module(), list(map(bare, present))
+    present = list(map(bare, present))
+    merged_module = nn.Module()
     for tree in present:
         for table in ("_parameters", "_buffers"):
             merged_module.__dict__[table] |= {

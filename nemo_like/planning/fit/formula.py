@@ -149,7 +149,7 @@ class Formula:
         # Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk.
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
         self.whole, self.split_share = _tensor_parallel(query)
-        self.sums, self.by_mode = self.layer_numbers()
+        self.measure_layers()
         self.measure("model", query)
 
     def under(self, job: Job) -> Formula:
@@ -157,18 +157,18 @@ class Formula:
         other = copy.copy(self)
         other.query = self.query.under(job)
         other.stage = other.query.stages[0]
-        other.sums, other.by_mode = other.layer_numbers()
+        other.measure_layers()
         if job.partitioner != self.query.job.partitioner:
             other.places, other.outer, other.excess = {}, {}, 0.0
             other.measure("model", other.query)
         return other
 
-    def layer_numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Return seconds and bytes of all layers as they were traced, and those that depend on the mode, by mode.
+    def measure_layers(self) -> None:
+        """Note seconds and bytes of all layers as they were traced, and those that depend on the mode, by mode.
 
-        ``held``: bytes that are saved for backward, of which ``offload="boundary"`` moves the ``inputs``; ``summed``: of one
-        sum of tensor parallelism a layer; ``keys``: of attention's keys and values; ``launching``: seconds of the host
-        without FSDP2, see `_LAUNCHING`.
+        By mode: ``held``: bytes that are saved for backward, of which ``offload="boundary"`` moves the ``inputs``;
+        ``launching``: seconds of the host without FSDP2, see `_LAUNCHING`. In `sums`: ``keys``: bytes of attention's keys
+        and values.
         """
         job, part, rows = self.query.job, self.part, list[tuple[float, ...]]()
         sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
@@ -213,7 +213,7 @@ class Formula:
                     )
                     by_mode[name][at] += count * seconds * (self.device.kind != "cpu")
         self.kernels = torch.tensor(rows, dtype=torch.float64)
-        return sums, by_mode
+        self.sums, self.by_mode = sums, by_mode
 
     def can_chunk(self) -> bool:
         """Return whether the loss can be computed in chunks; the chunks are then known to `seconds` and `bytes`."""
