@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nemo_like._util.words import UNITS
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,11 @@ def percent(share: float) -> str:
     ('0.4 %', '17 %', '0 %')
     """
     return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def totals(sizes: Iterable[tuple[Key, int]]) -> Counter[Key]:
+    """Return the sum of the sizes of each key."""
+    total = Counter[Key]()
+    for key, size in sizes:
+        total[key] += size
+    return total

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.table import byte_word
+from nemo_like._util.table import byte_word, totals
 from nemo_like._util.words import MIB
 from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
-from nemo_like.explaining.parts import MemoryKind, Parts, parts_of, totals
+from nemo_like.explaining.parts import MemoryKind, Parts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
 from nemo_like.explaining.stacks import operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak

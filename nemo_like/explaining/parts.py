@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
-from typing import TypeVar
 
+from nemo_like._util.table import totals
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
 
@@ -53,7 +53,6 @@ _BY_PHASE = {
 }
 # Phases that alternate within a backward.
 _BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
-Key = TypeVar("Key")
 Mark = tuple[tuple[str, int], ...]  # Files and lines of a stack, the outermost first.
 _ROUND = 512  # Bytes to which the allocator rounds.
 # Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by
@@ -281,14 +280,6 @@ def rounded(block: Block) -> int:
 def round_up(size: int) -> int:
     """Return the bytes that the allocator takes for `size`."""
     return max(_ROUND, -(-size // _ROUND) * _ROUND)
-
-
-def totals(sizes: Iterable[tuple[Key, int]]) -> Counter[Key]:
-    """Return the sum of the sizes of each key."""
-    total = Counter[Key]()
-    for key, size in sizes:
-        total[key] += size
-    return total
 
 
 def bytes_of(sizes: Counter[int]) -> int:

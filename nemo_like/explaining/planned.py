@@ -12,23 +12,24 @@ from typing import Any
 
 from torch import nn
 
+from nemo_like._util.table import totals
 from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.explanation import Comparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded, totals
+from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.explaining.unexpected import Cure, strongest
 from nemo_like.job import Job
 from nemo_like.options import OPTIMIZERS, parse_ac
 from nemo_like.planning.advise import Change, changes
-from nemo_like.planning.memory_model.storages import Label, Labelled
+from nemo_like.planning.memory_model.storages import Label
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import choices_under
 from nemo_like.planning.predict import step_of, tokens_of
-from nemo_like.planning.predictions.rank import RankSteps, peak_of, peaks_of
-from nemo_like.planning.predictions.reserved import outside_of
+from nemo_like.planning.predictions.rank import fullest_rank, parts_at_peak, peak_of, rank_peak
+from nemo_like.planning.predictions.reserved import StepLogs, outside_of
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import Step, row_of
 from nemo_like.transformers_compat import text_config
@@ -79,20 +80,15 @@ class Compared:
     layer: int | None  # The layer in whose forward or backward it was made.
 
 
-class PlannedStep(Labelled):
+class PlannedStep:
     """A step after the first, on the rank with the highest peak: its tensors, each with its part and its layer."""
 
     def __init__(self, query: PlanQuery, choices: Choices) -> None:
-        super().__init__()
-        peaks = peaks_of(query, choices)
-        rank = max(range(len(peaks)), key=lambda number: peaks[number].total)
-        self.peak = peaks[rank]
-        steps = RankSteps(query, rank, choices, self)
-        steps.run(first=True)
-        self._before, self.changes = dict(self.sizes), []
-        steps.run()
-        sizes = self._before | {change.storage: change.size for change in self.changes if change.size > 0}
-        self.blocks = {number: _compared(size, self.labels[number]) for number, size in sizes.items()}
+        rank = fullest_rank(query, choices)
+        self.peak, logs = rank_peak(query, rank, choices), StepLogs(query, rank, choices)
+        self._before, self.events = logs.between, logs.later
+        sizes = self._before | {event.storage: event.size for event in self.events if event.size > 0}
+        self.blocks = {number: _compared(size, logs.labels[number]) for number, size in sizes.items()}
 
     def alive_like(self, recorded: Mapping[str, int], phase: Phase | None) -> list[Compared]:
         """Return the tensors at the highest moment of a phase (None: of the step), in the order in which they were made.
@@ -101,16 +97,16 @@ class PlannedStep(Labelled):
         """
         now = _by_group(self.blocks[number] for number in self._before)
         moments: list[tuple[int, int, int]] = []
-        for at, change in enumerate(self.changes):
-            now[_GROUP_OF[self.blocks[change.storage].kind]] += change.size
-            if phase in (None, _phase(change.where)):
+        for at, event in enumerate(self.events):
+            now[_GROUP_OF[self.blocks[event.storage].kind]] += event.size
+            if phase in (None, _phase(event.where)):
                 off = sum(abs(recorded.get(group, 0) - now[group]) for group in GROUPS)
                 moments.append((now.total(), -off, at))
         most = max(moments, default=(0, 0, -1))[0]
         _, _, highest = max((each for each in moments if each[0] >= most * (1 - _AS_HIGH)), key=lambda each: each[1])
         alive = Counter(self._before)
-        for change in self.changes[: highest + 1]:
-            alive[change.storage] += change.size
+        for event in self.events[: highest + 1]:
+            alive[event.storage] += event.size
         return [self.blocks[number] for number in sorted(+alive)]
 
 
@@ -182,7 +178,9 @@ class PlannedJob:
 
     def parts(self) -> dict[str, int]:
         """Return the bytes of the planned peak by part, the largest first."""
-        return dict(sorted(peak_of(self.query, _choices(self.query)).parts.items(), key=lambda part: -part[1]))
+        choices = _choices(self.query)
+        parts = parts_at_peak(self.query, fullest_rank(self.query, choices), choices)
+        return dict(Counter(parts).most_common())
 
     def deviations(self) -> Iterator[tuple[str, int]]:
         """Yield the jobs that may have run instead, by one change each, with the bytes of the GPU that they take."""

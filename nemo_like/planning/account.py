@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.table import ByteUnit
+from nemo_like._util.table import ByteUnit, totals
 from nemo_like._util.words import dtype_word, write_bytes
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.job import Job
-from nemo_like.planning.memory_model.storages import Label, Labelled, Peak
-from nemo_like.planning.predictions.rank import RankSteps, peaks_of
+from nemo_like.planning.memory_model.storages import Label, Peak, part_bytes
+from nemo_like.planning.predictions.rank import fullest_rank, labels_at_peak, peaks_of
 from nemo_like.planning.predictions.seconds import (
     HOST,
     KERNELS_PER_PARAMETER,
@@ -59,6 +59,11 @@ class Account:
     # Stages and peak of each rank of a pipeline; empty: no pipeline.
     ranks: tuple[tuple[list[int], Peak], ...] = ()
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the peak by part."""
+        return dict(totals((row.part, int(row.amount)) for row in self.bytes))
+
     def as_json(self) -> dict[str, Any]:
         """Return the account in JSON values; bytes and seconds."""
         return {
@@ -98,7 +103,7 @@ class Explained:
             return f"{amount / unit.size:9.3f} {unit.name}"
 
         lines = [f"Peak: {unit.word(account.peak.total)}, {account.peak.at}"]
-        lines += _parts(account.peak.parts, account.bytes, size)
+        lines += _parts(account.parts, account.bytes, size)
         lines.append(f"Also needed:\n  {size(account.inputs)}  step's input")
         if account.ranks:
             lines.append("Peak of each rank of the pipeline:")
@@ -125,14 +130,13 @@ def account_of(query: PlanQuery, choices: Choices) -> Account:
     """Return where the bytes of the peak and the seconds of a step come from."""
     seconds = step_seconds(query, choices)
     finer = merged(_second_rows(query, choices, seconds))
-    peaks = peaks_of(query, choices)
-    most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
+    peaks, most = peaks_of(query, choices), fullest_rank(query, choices)
     of_ranks = ((query.of_rank(rank), peak) for rank, peak in enumerate(peaks))
     return Account(
         peaks[most],
         seconds,
         query.input_bytes,
-        byte_rows(query, choices, most, peaks[most]),
+        byte_rows(query, choices, most),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         tuple(of_ranks) if query.is_pipeline else (),
     )
@@ -185,23 +189,19 @@ def _optimizer(stages: Sequence[Stage]) -> str:
     return f"{name}{where}: passes over {size} of parameters, gradients and states"
 
 
-def byte_rows(query: PlanQuery, choices: Choices, rank: int, peak: Peak) -> tuple[Row, ...]:
+def byte_rows(query: PlanQuery, choices: Choices, rank: int) -> tuple[Row, ...]:
     """Return the parts of the highest point of a step of one rank, which add up to it.
 
     In a pipeline, parts are given by stage.
     """
-    storages = Labelled()
-    steps = RankSteps(query, rank, choices, storages)
-    steps.begin_later()
-    steps.run()
-    alive = storages.at_peak()
+    alive = labels_at_peak(query, rank, choices)
     waiting = Counter((label.stage, label.where) for label in alive if label.part is Part.MICROBATCHES_IN_FLIGHT)
     rows: list[Row] = []
     for label, size in alive.items():
         where = f"stage {label.stage}: " if query.is_pipeline else ""
         what = _words(label, waiting[label.stage, label.where], query.job.step.optimizer)
         rows.append(Row(label.part, f"{where}{what}" if what else "", size))
-    return rows_of(peak.parts, merged(rows), 0)
+    return rows_of(part_bytes(alive), merged(rows), 0)
 
 
 _KINDS = {"matmul": "matrix products", "attention": "attention", "memory-bound": "norms and elementwise operators"}

@@ -20,7 +20,7 @@ from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.predictions.budget_search import choose
-from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, peaks_of, rank_peak
+from nemo_like.planning.predictions.rank import fullest_peaks, fullest_rank, parts_at_peak, peak_of, peaks_of, rank_peak
 from nemo_like.planning.predictions.reserved import reserved_on
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Stage
@@ -127,7 +127,6 @@ def describe(
     gap: float = 0.0,
     *,
     reserved: Iterable[int] | None = None,
-    peaks: Sequence[Peak] | None = None,
 ) -> Plan:
     """Return choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
 
@@ -135,13 +134,12 @@ def describe(
         query, choices: the job, and its chosen checkpointing.
         asked: the budget, as the caller wrote it.
         gap: seconds that better choices could save at most.
-        reserved, peaks: of the fullest ranks, and of every rank, where they are known already.
+        reserved: bytes that the fullest ranks reserve, where they are known already.
     """
     if reserved is None:
         ranks = {} if query.device.cuda is None else fullest_peaks(query, choices)
         reserved = [reserved_on(query, rank, choices).reserved for rank in ranks]
-    peaks = peaks_of(query, choices) if peaks is None else peaks
-    rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
+    rank = fullest_rank(query, choices)
     first = query.stages[0]
     pipeline = {
         "pp": query.pp.size,
@@ -161,8 +159,8 @@ def describe(
         layers=tuple(layer for each in stages for layer in _layers(*each)),
         step_seconds=step_seconds(query, choices).total,
         gap_seconds=gap,
-        peak=peaks[rank].parts,
-        peak_at=peaks[rank].at + (f", on rank {rank}" if query.is_pipeline else ""),
+        peak=parts_at_peak(query, rank, choices),
+        peak_at=rank_peak(query, rank, choices).at + (f", on rank {rank}" if query.is_pipeline else ""),
         step=step | (pipeline if query.is_pipeline else {}),
         # Weights that are not sharded are not gathered, either.
         matmuls=effective_matmuls(first.job.precision, sharded=first.job.fsdp is not None),

@@ -363,8 +363,8 @@ class Stage:
         for call, choice in zip(calls, choices):
             problem = self.part.problems[call.kind]
             sizes = [problem.trace.input_bytes]
-            if offload.mode != "boundary":
-                sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
+            if offload.mode != "boundary" and choice.decisions:
+                sizes += self.part.memory(call.kind, choice, loss=self.loss, compiler=self.job.partitioner).saved
             moves = choice.decisions and call.fqn != calls[-1].fqn
             going = dict[int, int]()
             for at, size in enumerate(sizes if moves else ()):

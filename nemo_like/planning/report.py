@@ -450,7 +450,7 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
     peaks = peaks_of(query, choices)
     reserved = reserved_within(query, choices, limit)
     need = need_of(query, max(peaks, key=lambda peak: peak.total), reserved)
-    plan = describe(query, choices, name, reserved=reserved, peaks=peaks)
+    plan = describe(query, choices, name, reserved=reserved)
     host = sum(layer.host_bytes for layer in plan.layers) + max(stage.state_on_host for stage in query.stages)
     fits = need.bytes <= limit and host <= int(query.job.search.host_memory)
     bubble = timeline_of(query, choices).bubble if query.is_pipeline else None

@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_like._util.live_bytes import storages_of
-from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.activation_checkpointing.plan import STAYING, Plan
 from nemo_like.fake.run import FakeRun
 from nemo_like.options import MemoryBudget
+from nemo_like.planning.memory_model.storages import Events, labels_after
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import later_step
 from nemo_like.planning.predictions.reserved import Reserved, reserved_on
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.trace.block import BlockTrace, trace_block
@@ -89,3 +91,10 @@ def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bo
     stay = gradients or isinstance(model, DistributedDataParallel)
     storages = storages_of([*params, *state, *(grads if stay else [])])
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held_bytes(query: PlanQuery, choices: Choices) -> int:
+    """Bytes alive in one rank's later step when the model has returned, without those that stay from step to step."""
+    events = later_step(query, 0, choices, Events()).log
+    returned = max(at for at, event in enumerate(events) if event.where == "forward of the head") + 1
+    return sum(size for label, size in labels_after(events[:returned]).items() if label.part not in STAYING)

@@ -122,7 +122,7 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
     best = fit(Text(), **asked).best
     inputs = 4 * 64 * 16
     assert best.need == Need(best.peak_bytes + inputs, ALLOCATED, None, inputs)
-    assert best.to_dict()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
+    assert best.to_dict()["input_bytes"] == inputs and sum(best.account.parts.values()) == best.peak_bytes
     assert f"{inputs / 1024:11.3f} KiB  step's input" in best.explanation()
     assert fit(Text(), memory=best.need.bytes, **asked).candidates
     assert not fit(Text(), memory=best.need.bytes - 1, **asked).candidates

@@ -18,12 +18,12 @@ from nemo_like.fake_rank import SAME, dry_run
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, Step, make_report, what_if
 from tests.checks import assert_bitwise, step
 from tests.models.tiny import llama, tokens
-from tests.planning.queries import part_of, reserved
+from tests.planning.queries import held_bytes, part_of, reserved
 
 transformers = pytest.importorskip("transformers")
 
@@ -242,8 +242,9 @@ def test_an_average_of_the_weights_is_one_more_copy():
     plain, averaged = _holding(setup), _holding(replace(setup, step=StepSpec(ema=True)))
     choices = plain.uniform("full")
     before, after = peak_of(plain, choices), peak_of(averaged, choices)
-    assert after.parts["averaged weights"] == after.parts["parameters"] == after.total - before.total
-    assert after.held == before.held
+    parts = parts_at_peak(averaged, 0, choices)
+    assert parts["averaged weights"] == parts["parameters"] == after.total - before.total
+    assert held_bytes(averaged, choices) == held_bytes(plain, choices)
     assert reserved(averaged, choices).tensors == after.total
     with pytest.raises(TypeError, match=r"StepSpec\.ema is 'yes'"):
         StepSpec(ema="yes")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
-from nemo_like.planning.predictions.rank import peaks_of, rank_peak
+from nemo_like.planning.predictions.rank import parts_at_peak, peaks_of
 from nemo_like.planning.predictions.seconds import action_seconds, step_seconds, timeline, timeline_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
@@ -162,7 +162,7 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
         model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
     )
     assert query.of_rank(0) == [0, 3]
-    return dict(rank_peak(query, 0, query.uniform("none")).parts)
+    return parts_at_peak(query, 0, query.uniform("none"))
 
 
 def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share_a_rank() -> None:
@@ -183,7 +183,7 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     )
     head = model.head.weight.numel() * 4
     for mode in ("none", "full"):
-        peaks = [rank_peak(query, rank, query.uniform(mode)).parts for rank in (0, 1)]
+        peaks = [parts_at_peak(query, rank, query.uniform(mode)) for rank in (0, 1)]
         trains = 1 if schedule == "1f1b" else 0  # a V: the first rank has the last stage
         state = 2 * head + COUNTER
         assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, state] if trains else [state, 0])

@@ -15,7 +15,7 @@ from nemo_like import Job, parallelize
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import is_fake
 from tests.allocator_events import cpu_events
@@ -94,7 +94,7 @@ def test_what_a_function_remembers_is_counted_and_is_its_own_after_a_plan(where:
     setup = Job.of(step=StepSpec(keeps_output=False))
     query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     peak = peak_of(query, query.uniform("none"))
-    assert peak.parts["remembered tables"] == TABLE
+    assert parts_at_peak(query, 0, query.uniform("none"))["remembered tables"] == TABLE
     assert not is_fake(model(x)), "a run on fake tensors leaves none for a real step"
     measured, stays = measured_peak(model, x)
     assert stays == TABLE

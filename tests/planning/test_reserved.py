@@ -33,7 +33,7 @@ from nemo_like.planning.devices import (
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.allocator import CachingAllocator
-from nemo_like.planning.memory_model.storages import COMPUTE, Allocations
+from nemo_like.planning.memory_model.storages import COMPUTE, Events
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.predictions.reserved import (
@@ -199,11 +199,12 @@ def test_what_a_report_shows_as_reserved_is_what_decides():
 
 
 def test_a_storage_is_freed_by_its_last_holder():
-    events = Allocations()
+    events = Events()
     one, nothing = events.make(100, Part.GRADIENTS), events.make(0, Part.GRADIENTS)
     events.hold(one)
     events.drop_all([one, nothing, one])
-    assert nothing == 0 and events.log == [(one, 100, COMPUTE), (one, 0, "")]
+    assert [event[:2] for event in events.log] == [(one, 100), (one, -100)]
+    assert (nothing, events.log[0].stream, events.log[0].label.part) == (0, COMPUTE, Part.GRADIENTS)
     with pytest.raises(KeyError):
         events.hold(one)
 

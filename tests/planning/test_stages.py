@@ -7,6 +7,7 @@ long as the last layer's backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from nemo_like.options import PipelineParallel, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
-from nemo_like.planning.predictions.rank import fullest_peaks
-from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
+from nemo_like.planning.predictions.rank import RankSteps, fullest_peaks
+from nemo_like.planning.predictions.reserved import StepLogs, replay, reserved_on
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, block_memory
 from nemo_like.planning.trace.records import BlockEvents
@@ -32,6 +33,7 @@ from tests.models.families import FAMILIES
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import Block, llama, tokens
 from tests.planning.queries import Text, part_of
+from tests.tools.benchmarks.torchtitan_step import KeepsOutputs
 
 
 def _parts(model: nn.Module) -> StageParts:
@@ -339,21 +341,18 @@ def _query(
     return PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
 
 
-def _replayed(query: PlanQuery, rank: int, choices: Any, **more: Any) -> Reserved:
-    return replay(StepLogs(query, rank, choices, **more), query.device)
-
-
 def test_outputs_that_stay_are_counted() -> None:
     query = _query("1f1b")
     choices = query.uniform("full")
-    plain, kept = (_replayed(query, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
+    kinds = (RankSteps, partial(KeepsOutputs, (0, 1 << 20)))
+    plain, kept = (replay(StepLogs(query, 1, choices, kind=kind), query.device) for kind in kinds)
     assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
     plan = describe(query, choices, "full")
     assert plan.reserved_bytes == max(_reserved(query, choices).values())
 
 
 def _reserved(query: PlanQuery, choices: Any) -> dict[int, int]:
-    found = {rank: _replayed(query, rank, choices) for rank in range(query.pp.size)}
+    found = {rank: reserved_on(query, rank, choices) for rank in range(query.pp.size)}
     return {rank: one.reserved for rank, one in found.items()}
 
 

@@ -518,7 +518,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/report.py",
-        "describe(query, choices, name, reserved=reserved, peaks=peaks)",
+        "describe(query, choices, name, reserved=reserved)",
         "describe(query, choices, name)",
         "tests/planning/test_reserved.py",
     ),

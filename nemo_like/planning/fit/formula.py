@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -36,9 +37,9 @@ from nemo_like.options.parallel import in_stage, moves_state, unit_reshards
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
 from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.memory_model.storages import Bytes
+from nemo_like.planning.memory_model.storages import Event, Events, labels_after, part_bytes
 from nemo_like.planning.model.capture import routing_of
-from nemo_like.planning.predictions.rank import RankSteps, rank_peak
+from nemo_like.planning.predictions.rank import later_step, rank_peak
 from nemo_like.planning.predictions.reserved import verdict, workspaces_of
 from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
@@ -60,25 +61,15 @@ _KINDS = dict.fromkeys(("forward of the head", "loss", "backward of the head"), 
 _CHUNKS = 3
 
 
-class Places(Bytes):
-    """The parts of the highest point in each kind of stretch: head and loss, layers, the embedding's backward, the
+def highest_places(events: Sequence[Event]) -> dict[str, dict[str, int]]:
+    """Return the parts of the highest point in each kind of stretch: head and loss, layers, the embedding's backward, the
     optimizer's step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.highest: dict[str, dict[str, int]] = {}
-
-    def mark(self, where: str) -> None:
-        self.keep()
-        super().mark(where)
-
-    def keep(self) -> None:
-        """Note the stretch that ends."""
-        if self.best_total >= 0:
-            kind = _KINDS.get(self.where, _LAYER)
-            if sum(self.highest.get(kind, {}).values()) < self.best_total:
-                self.highest[kind] = {part: size for part, size in self.best.items() if size}
-        self.best_total = -1
+    highest: dict[str, tuple[int, int]] = {}
+    for at, level in enumerate(itertools.accumulate(event.size for event in events)):
+        kind = _KINDS.get(events[at].where, _LAYER)
+        if events[at].size > 0 and level > highest.get(kind, (0, 0))[0]:
+            highest[kind] = level, at
+    return {kind: part_bytes(labels_after(events[: at + 1])) for kind, (_, at) in highest.items()}
 
 
 # Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole;
@@ -227,12 +218,7 @@ class Formula:
         """Note the highest points of a step with a kind of loss, and the bytes that are reserved above them."""
         self.outer[loss] = query.stages[0].outside().seconds
         for mode in BY_SPEED:
-            storages = Places()
-            steps = RankSteps(query, 0, query.uniform(mode), storages)
-            steps.begin_later()
-            steps.run()
-            storages.keep()
-            self.places[mode, loss] = storages.highest
+            self.places[mode, loss] = highest_places(later_step(query, 0, query.uniform(mode), Events()).log)
         if self.device.cuda is None or self.excess:
             return
         # The bytes reserved above the peak are more or less a share of the tensors that come and go in a step.

@@ -136,7 +136,7 @@ class Candidate(Explained):
             "host_bytes": self.host_bytes,
             "outside_bytes": dict(self.outside.parts),
             "memory_fraction": self.outside.fraction,
-            "parts": dict(self.peak.parts),
+            "parts": self.account.parts,
             "step_seconds": self.step_seconds,
             "seconds": dict(self.seconds.parts),
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
@@ -240,7 +240,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
     if candidate.need.bytes <= limit and extra[worst] <= 0.02 * candidate.step_seconds:
         return "compute"
     if candidate.need.bytes > limit or worst == "replay":
-        return f"memory: {largest_group(candidate.peak.parts)}"
+        return f"memory: {largest_group(candidate.account.parts)}"
     if worst == "network":
         longest = max(sent, key=lambda name: sent[name])
         between = " between nodes" if _spans_nodes(longest, candidate.job, device) else ""

@@ -216,7 +216,6 @@ class Microbatch:
             buffers.reshard(ROOT)
         buffers.drop_flat()
         storages.empty(self.step.kept)
-        storages.end_forward()
 
     def _embed(self) -> None:
         """Gather the units that the root gathers ahead, and run the embedding where it is a unit of its own."""

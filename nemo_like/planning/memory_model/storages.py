@@ -1,18 +1,17 @@
 """Storages that the memory model writes into.
 
-`Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator, `Labelled` knows of each storage
-its part and its maker. All follow the same storages. A recorded log of a layer is one entry for `Bytes`, which knows
-the bytes it adds and its peak (`Recorded.fold`). For the others it is all of its entries.
+`Bytes` adds up levels, fast enough for a search: a recorded log of a layer is one entry, with the bytes it adds and its
+peak (`Recorded.fold`). `Events` has each storage that is made, freed or counted as another part, with its origin: the
+caching allocator, rows of reports and explanations are sums of that list.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nemo_like._util.words import write_bytes
-from nemo_like.activation_checkpointing.plan import STAYING, Part
+from nemo_like._util.table import totals
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options.optimizers import OptimizerMemory
 from nemo_like.planning.trace.records import Recorded
 
@@ -24,21 +23,8 @@ LAYER_INPUTS = "layers' inputs"
 class Peak:
     """A predicted peak."""
 
-    parts: Mapping[str, int]  # Bytes by part, at the peak.
+    total: int  # Bytes.
     at: str  # Place in the step, in words.
-    # Bytes alive when the model's forward has ended, with its output, without the parts in `STAYING`.
-    held: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of the peak."""
-        return sum(self.parts.values())
-
-    @property
-    def words(self) -> str:
-        """Place and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
-        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:4]
-        return f"{self.at}: " + ", ".join(f"{name} {write_bytes(size)}" for name, size in largest)
 
 
 @dataclass
@@ -171,9 +157,6 @@ class Storages:
         """Name the stretch that follows."""
         self.where = where
 
-    def end_forward(self) -> None:
-        """Note that the model has returned."""
-
     def park(self, stage: int, number: int, what: str) -> None:
         """Count the saved activations of layers, and those outside the layers, as waiting with this micro-batch."""
 
@@ -188,38 +171,24 @@ class Storages:
 
 
 class Bytes(Storages):
-    """Level of bytes that are alive, by part, and the highest one."""
+    """Level of bytes that are alive, and the highest one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now: dict[str, int] = dict.fromkeys(Part, 0)
         self.total = 0
-        self.part: dict[int, Part] = {}
-        self.best: dict[str, int] = {}
         self.best_total, self.best_at = -1, ""
-        # Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place.
-        self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
-        self.held = 0
 
     def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
-        self.part[number] = part
-        self.now[part] += size
         self.total += size
-        if self.total > self.best_total:
-            self._note_highest(self.total)
+        self._look(0)
 
     def _free(self, number: int, size: int) -> None:
-        self.now[self.part.pop(number)] -= size
         self.total -= size
 
     def _look(self, extra: int) -> None:
         """Take into account bytes of the running layer that are alive for a moment."""
         if self.total + extra > self.best_total:
-            self._note_highest(self.total + extra)
-            self.best[Part.RUNNING_LAYER] += extra
-
-    def _note_highest(self, total: int) -> None:
-        self.best_total, self.best_at, self.best = total, self.where + self.suffix, self.now.copy()
+            self.best_total, self.best_at = self.total + extra, self.where + self.suffix
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         storages = run.alive
@@ -227,89 +196,41 @@ class Bytes(Storages):
             frozenset(storages), frozenset(n for n, storage in storages.items() if self.holders.get(storage) == 1)
         )
         self._look(fold.peak)
-        self._add_others(run, fold.net, part)
+        self._add_others(run, fold.net)
         for number in fold.freed:
             self.drop(storages.pop(number))
         for number, size in fold.made:
             self.made += 1
-            storages[number] = new = self.made
-            self.sizes[new], self.holders[new], self.part[new] = size, 1, Part.RUNNING_LAYER
-            self.now[Part.RUNNING_LAYER] += size
+            storages[number] = self.made
+            self.sizes[self.made], self.holders[self.made] = size, 1
             self.total += size
         return fold.late
 
-    def _add_others(self, run: LogRun, size: int, part: Part) -> None:
+    def _add_others(self, run: LogRun, size: int) -> None:
         """Count more bytes of storages of a run that are not exposed."""
         run.other_bytes += size
-        self.now[part] += size
         self.total += size
 
     def move_out(self, run: LogRun, size: int) -> tuple[int, int] | None:
-        self._add_others(run, -size, Part.SAVED_ACTIVATIONS)
+        self._add_others(run, -size)
         return 0, size
 
     def move_back(self, run: LogRun, number: int, size: int) -> None:
-        self._add_others(run, size, Part.SAVED_ACTIVATIONS)
+        self._add_others(run, size)
         self._look(0)
 
     def close(self, run: LogRun) -> None:
         super().close(run)
-        self._add_others(run, -run.other_bytes, Part.SAVED_ACTIVATIONS)
+        self._add_others(run, -run.other_bytes)
 
     def optimizer_step(self, memory: OptimizerMemory) -> None:
         self.make_and_drop(memory.step, Part.OPTIMIZER_STEP)
         if not memory.step:
             self._look(0)
 
-    def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
-        if storage:
-            self.now[self.part[storage]] -= self.sizes[storage]
-            self.now[part] += self.sizes[storage]
-            self.part[storage] = part
-
-    def relabel_run(self, run: LogRun, part: Part) -> None:
-        other = Part.SAVED_ACTIVATIONS if part is Part.RUNNING_LAYER else Part.RUNNING_LAYER
-        self.now[other] -= run.other_bytes
-        self.now[part] += run.other_bytes
-
-    def end_forward(self) -> None:
-        self.held = self.total - sum(self.now[part] for part in STAYING)
-
-    def park(self, stage: int, number: int, what: str) -> None:
-        sizes = self.now[Part.SAVED_ACTIVATIONS], self.now[Part.OUTSIDE_OF_LAYERS]
-        self.parked[stage, number, what] = sizes
-        self._park(sizes, 1)
-
-    def unpark(self, stage: int, number: int, what: str) -> None:
-        self._park(self.parked.pop((stage, number, what)), -1)
-
-    def _park(self, sizes: tuple[int, int], sign: int) -> None:
-        held, outside = sizes
-        self.now[Part.SAVED_ACTIVATIONS] -= sign * held
-        self.now[Part.OUTSIDE_OF_LAYERS] -= sign * outside
-        self.now[Part.MICROBATCHES_IN_FLIGHT] += sign * (held + outside)
-
     def peak(self) -> Peak:
         """Return the highest level so far."""
-        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held)
-
-
-class Allocations(Storages):
-    """Every allocation and free."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Events in order: the number of a storage, its bytes (0: it is freed), and its stream.
-        self.log: list[tuple[int, int, str]] = []
-
-    def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
-        self.log.append((number, size, stream))
-
-    def _free(self, number: int, size: int) -> None:
-        self.log.append((number, 0, ""))
-
-
-_PARKED = (Part.SAVED_ACTIVATIONS, Part.OUTSIDE_OF_LAYERS)
+        return Peak(self.best_total, self.best_at)
 
 
 class Label(NamedTuple):
@@ -321,45 +242,38 @@ class Label(NamedTuple):
     origin: Any  # Words for it, or the operator that made it; None: neither.
 
 
-class Change(NamedTuple):
-    """More or fewer bytes of a storage that are alive under a label."""
+class Event(NamedTuple):
+    """A storage that is made, freed, or counted under another label."""
 
     storage: int
-    size: int
-    label: Label
-    where: str  # The stretch that changes them.
+    size: int  # Its bytes; freed: less than 0; 0: another label.
+    label: Label  # From then on.
+    where: str  # The stretch of the step.
+    stream: str
 
 
-class Labelled(Storages):
-    """Changes of the bytes that are alive, each with the storage's origin."""
+_PARKED = (Part.SAVED_ACTIVATIONS, Part.OUTSIDE_OF_LAYERS)
+
+
+class Events(Storages):
+    """Every change of a storage, with its origin."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.log: list[Event] = []
         self.labels: dict[int, Label] = {}  # Of every storage, the last one.
-        self.changes: list[Change] = []
         self._own: set[int] = set()  # Storages of layers that no one else holds.
         self._parked: dict[tuple[int, int, str], dict[int, Label]] = {}
 
-    def at_peak(self) -> dict[Label, int]:
-        """Return the bytes of each label at the highest level."""
-        levels = list(itertools.accumulate(change.size for change in self.changes))
-        sizes: Counter[Label] = Counter()
-        for change in self.changes[: levels.index(max(levels)) + 1]:
-            sizes[change.label] += change.size
-        return +sizes
-
     def _alloc(self, number: int, size: int, part: Part, stream: str, origin: Any) -> None:
-        label = self.labels[number] = Label(part, self.stage, self.where, origin)
-        self.changes.append(Change(number, size, label, self.where))
+        self._note(number, size, Label(part, self.stage, self.where, origin), stream)
 
     def _free(self, number: int, size: int) -> None:
-        self.changes.append(Change(number, -size, self.labels[number], self.where))
+        self._note(number, -size, self.labels[number])
 
-    def _put(self, storage: int, label: Label) -> None:
-        size = self.sizes[storage]
-        self._free(storage, size)
+    def _note(self, storage: int, size: int, label: Label, stream: str = "") -> None:
         self.labels[storage] = label
-        self.changes.append(Change(storage, size, label, self.where))
+        self.log.append(Event(storage, size, label, self.where, stream))
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         """Run a log; all that it makes is the running layer's till it ends."""
@@ -374,7 +288,7 @@ class Labelled(Storages):
     def relabel(self, storage: int, part: Part, origin: Any = None) -> None:
         if storage:
             label = self.labels[storage]
-            self._put(storage, label._replace(part=part, origin=origin or label.origin))
+            self._note(storage, 0, label._replace(part=part, origin=origin or label.origin))
 
     def relabel_run(self, run: LogRun, part: Part) -> None:
         for storage in self._own.intersection(run.alive.values()):
@@ -384,8 +298,31 @@ class Labelled(Storages):
         moved = {storage: self.labels[storage] for storage in self.sizes if self.labels[storage].part in _PARKED}
         self._parked[stage, number, what] = moved
         for storage in moved:
-            self._put(storage, Label(Part.MICROBATCHES_IN_FLIGHT, stage, what, number))
+            self._note(storage, 0, Label(Part.MICROBATCHES_IN_FLIGHT, stage, what, number))
 
     def unpark(self, stage: int, number: int, what: str) -> None:
         for storage, label in self._parked.pop((stage, number, what)).items():
-            self._put(storage, label)
+            self._note(storage, 0, label)
+
+
+def labels_after(events: Iterable[Event]) -> dict[Label, int]:
+    """Return the bytes of each label behind `events`."""
+    alive: dict[int, tuple[int, Label]] = {}
+    for storage, size, label, _, _ in events:
+        if size < 0:
+            del alive[storage]
+        else:
+            alive[storage] = size or alive[storage][0], label
+    return totals((label, size) for size, label in alive.values())
+
+
+def at_peak(events: Sequence[Event]) -> dict[Label, int]:
+    """Return the bytes of each label at the highest level of `events`."""
+    levels = list(itertools.accumulate(event.size for event in events))
+    return labels_after(events[: levels.index(max(levels)) + 1])
+
+
+def part_bytes(labels: Mapping[Label, int]) -> dict[str, int]:
+    """Return the bytes of each part, in the order of `Part`."""
+    sizes = totals((label.part, size) for label, size in labels.items())
+    return {part: sizes[part] for part in Part if part in sizes}

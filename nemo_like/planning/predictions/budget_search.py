@@ -1,6 +1,7 @@
 """The fastest choices within a budget, or within the memory; where none fit, the least, and changes to lower it."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from nemo_like._util.words import write_bytes
@@ -8,7 +9,7 @@ from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget, parse_bytes
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.memory_model.storages import Peak
-from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, rank_peak
+from nemo_like.planning.predictions.rank import fullest_peaks, parts_at_peak, peak_of, rank_peak
 from nemo_like.planning.predictions.reserved import Need, most_allocated, outside_of, verdict
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.selection import solver
@@ -146,9 +147,11 @@ def _too_small(query: PlanQuery, rank: int, limit: int, asked: str) -> BudgetErr
     ]
     help_ = "".join(f"; or {words}" for words in in_words(*helping(peak.total, limit, tried)))
     where = f" on rank {rank} of the pipeline" if query.is_pipeline else ""
+    parts = Counter(parts_at_peak(query, rank, least)).most_common(4)
+    words = f"{peak.at}: {', '.join(f'{name} {write_bytes(size)}' for name, size in parts)}"
     return BudgetError(
         f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at{where} is "
-        f"{write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with {', '.join(ways)}{help_}.",
+        f"{write_bytes(peak.total)} ({words}). Give it at least that, or lower it with {', '.join(ways)}{help_}.",
         peak.total,
     )
 

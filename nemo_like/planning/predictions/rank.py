@@ -15,6 +15,7 @@ once.
 
 import functools
 from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import (
@@ -37,7 +38,7 @@ from nemo_like.planning.memory_model.fsdp_units import (
     rules_of,
 )
 from nemo_like.planning.memory_model.microbatch import Microbatch, StageStep, without
-from nemo_like.planning.memory_model.storages import Bytes, Peak, Storages
+from nemo_like.planning.memory_model.storages import Bytes, Events, Label, Peak, Storages, at_peak, part_bytes
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.selection.layer import Choice
 from nemo_like.planning.sharding import UnitBytes
@@ -45,6 +46,7 @@ from nemo_like.planning.sharding import UnitBytes
 _UNITS = {"tail": "head and last norm", "embedding": "embedding and last norm", "root": "embedding and last norm"}
 _HALFWAY = "between the halves of backward"
 _WAITING = "between forward and backward"
+AnyStorages = TypeVar("AnyStorages", bound=Storages)
 
 
 class StageOfRank:
@@ -148,19 +150,10 @@ class RankSteps:
         rank: rank of the pipeline; 0 without one.
         choices: for each stage, one for each layer call.
         storages: receives the allocations and frees.
-        kept_outputs: for each stage, bytes of a micro-batch's output that are kept until the step ends.
     """
 
-    def __init__(
-        self,
-        query: PlanQuery,
-        rank: int,
-        choices: Sequence[Sequence[Choice]],
-        storages: Storages,
-        *,
-        kept_outputs: Sequence[int] = (),
-    ) -> None:
-        self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
+    def __init__(self, query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], storages: Storages) -> None:
+        self.storages, self.query = storages, query
         self.actions = query.actions[rank]
         self.once = query.held_once(rank)
         # 1F1B frees the tensors it has sent; schedules with several stages on a rank do so when the step ends.
@@ -274,14 +267,12 @@ class RankSteps:
                 storages.suffix = f" of stage {action.stage}, micro-batch {number}"
             stage.copy_out()
             if action.kind == FORWARD:
-                self._forward(stage, number)
-                if self.kept_outputs:
-                    sent.append(storages.make(self.kept_outputs[action.stage], Part.KEPT_OUTPUT))
+                sent += self.forward(stage, number)
             elif action.kind == INPUTS and stage.is_first:
                 pass  # torch runs it whole, in the place of the second half
             else:
                 done += action.kind != WEIGHTS or stage.is_first
-                sent += self._backward(stage, action, done, warmup)
+                sent += self.backward(stage, action, done, warmup)
             storages.suffix = ""
         storages.drop_all(sent)
         storages.mark("optimizer step")
@@ -294,7 +285,8 @@ class RankSteps:
             if not self.stay:
                 stage.step.zero_grad()
 
-    def _forward(self, stage: StageOfRank, number: int) -> None:
+    def forward(self, stage: StageOfRank, number: int) -> list[int]:
+        """Run a forward, and return the storages that stay until the step ends."""
         stage.forward(number)
         one, after = stage.running[number], self.stages.get(stage.index + 1)
         if after is not None:  # its output takes the place of the buffer of the step before
@@ -304,8 +296,9 @@ class RankSteps:
                 self.storages.relabel(storage, Part.RECEIVE_BUFFERS)
                 after.received[number] = self.storages.hold(storage)
         self.storages.park(stage.index, number, _WAITING)
+        return []
 
-    def _backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> list[int]:
+    def backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> list[int]:
         """Run a backward action, and return the storages that were sent to other ranks and stay until the step ends."""
         storages, number, halves = (
             self.storages,
@@ -386,12 +379,32 @@ def rank_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) 
     """Return the highest point of a later step of one rank; arguments as for `RankSteps`."""
     key = (rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
     if key not in query.peaks:
-        storages = Bytes()
-        steps = RankSteps(query, rank, choices, storages)
-        steps.begin_later()
-        steps.run()
-        query.peaks[key] = storages.peak()
+        query.peaks[key] = later_step(query, rank, choices, Bytes()).peak()
     return query.peaks[key]
+
+
+def fullest_rank(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> int:
+    """Return the rank of the pipeline that has the highest peak."""
+    peaks = peaks_of(query, choices)
+    return max(range(len(peaks)), key=lambda rank: peaks[rank].total)
+
+
+def labels_at_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> dict[Label, int]:
+    """Return the bytes of each label at the highest point of a later step of one rank."""
+    return at_peak(later_step(query, rank, choices, Events()).log)
+
+
+def parts_at_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> dict[str, int]:
+    """Return the bytes of each part at the highest point of a later step of one rank."""
+    return part_bytes(labels_at_peak(query, rank, choices))
+
+
+def later_step(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], storages: AnyStorages) -> AnyStorages:
+    """Write the storages at the begin of a later step of one rank, and that step, into `storages`; return them."""
+    steps = RankSteps(query, rank, choices, storages)
+    steps.begin_later()
+    steps.run()
+    return storages
 
 
 def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak]:

@@ -30,7 +30,7 @@ cuBLAS's workspaces are inside: torch takes them from its allocator (`workspaces
 this package captures a CUDA graph, so graphs' pools are not counted.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ from nemo_like.job import Job
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import MARGIN, Device, step_limit
 from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
-from nemo_like.planning.memory_model.storages import Allocations, Peak
+from nemo_like.planning.memory_model.storages import Events, Peak
 from nemo_like.planning.predictions.rank import RankSteps
 from nemo_like.planning.predictions.seconds import Links
 from nemo_like.planning.query import Choices, PlanQuery
@@ -157,16 +157,21 @@ class StepLogs:
     """The allocations of a rank's steps: of the first one, in which the optimizer's state is made, and of any later one."""
 
     def __init__(
-        self, query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], *, kept_outputs: Sequence[int] = ()
+        self,
+        query: PlanQuery,
+        rank: int,
+        choices: Sequence[Sequence[Choice]],
+        *,
+        kind: Callable[..., RankSteps] = RankSteps,
     ) -> None:
-        """Write both; arguments as for `RankSteps`."""
-        storages = Allocations()
-        steps = RankSteps(query, rank, choices, storages, kept_outputs=kept_outputs)
+        """Write both; `kind`: writes them, other arguments as for it."""
+        storages = Events()
+        steps = kind(query, rank, choices, storages)
         steps.run(first=True)
         self.first, storages.log = storages.log, []
-        before = dict(storages.sizes)
+        self.between = before = dict(storages.sizes)  # Storages that exist between the two, with their bytes.
         steps.run()
-        self.later = storages.log
+        self.later, self.labels = storages.log, storages.labels
         gone = {number: size for number, size in before.items() if number not in storages.sizes}
         new = {number: size for number, size in storages.sizes.items() if number not in before}
         assert list(gone.values()) == list(new.values()), "a step does not end as it begins"
@@ -191,22 +196,21 @@ def replay(
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
-    allocator, live = CachingAllocator(config, memory), dict[int, tuple[MemoryBlock, int]]()
+    allocator, live = CachingAllocator(config, memory), dict[int, MemoryBlock]()
     workspaces = workspaces_of(device.cuda)
     for size in workspaces:
         allocator.allocate(size)
     now = most = given_back = 0
     for number in range(_MOST_STEPS):
         before, retries = allocator.reserved, allocator.retries
-        for storage, size, stream in logs.later if number else logs.first:
-            if size:
-                live[storage] = allocator.allocate(size, stream), size
-                now += size
+        for event in logs.later if number else logs.first:
+            if event.size > 0:
+                live[event.storage] = allocator.allocate(event.size, event.stream)
+                now += event.size
                 most = max(most, now)
-            else:
-                block, size = live.pop(storage)
-                allocator.free(block)
-                now -= size
+            elif event.size:
+                allocator.free(live.pop(event.storage))
+                now += event.size
         given_back = allocator.retries - retries
         if number:
             live.update({other: live.pop(storage) for storage, other in logs.renewed.items()})

@@ -125,9 +125,14 @@ class BlockEvents:
         return {number: size for log in (self.until(True), self.weights) for number, size in log if size}
 
     @cached_property
+    def saved(self) -> list[int]:
+        """Bytes of each storage that it saves from forward to backward, without its output, in the order of `forward`."""
+        return [self.sizes[number] for number in sorted(_alive(self.forward) - set(self.outputs))]
+
+    @property
     def held(self) -> int:
         """Bytes that it saves from forward to backward, without its output."""
-        return sum(self.sizes[number] for number in _alive(self.forward) - set(self.outputs))
+        return sum(self.saved)
 
     @property
     def backward_peak(self) -> int:

@@ -26,7 +26,7 @@ from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.predictions.rank import fullest_peaks, rank_peak
+from nemo_like.planning.predictions.rank import fullest_peaks, parts_at_peak, rank_peak
 from nemo_like.planning.predictions.reserved import Reserved, reserved_on, reserved_within
 from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
@@ -516,7 +516,7 @@ def predict(row: Row, *, bytes_too: bool = True) -> Prediction:
             reserved=reserved.reserved + query.input_bytes,
             allocated=reserved.allocated + query.input_bytes,
             tensors=reserved.tensors,
-            bytes_of=dict(peak.parts),
+            bytes_of=parts_at_peak(query, rank, choices),
             at=peak.at,
         )
         if row.memory_kind in (OOM, FILLS):

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
 from nemo_like.planning.memory_model.microbatch import LayerCall
+from nemo_like.planning.predictions.rank import RankSteps, StageOfRank
 from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.selection.layer import BlockProblem
@@ -91,7 +95,19 @@ def reserved_of_stages(query: PlanQuery, rank: int, choices: Choices) -> Reserve
     head, job = last.part.model.get_submodule("lm_head"), query.job
     tokens = query.hidden_bytes // head.in_features // 2 * (job.tp.size if job.tp.sequence_parallel else 1)
     kept = [query.hidden_bytes] * (len(query.stages) - 1) + [tokens * head.out_features // job.tp.size * 2]
-    return replay(StepLogs(own, rank, choices, kept_outputs=kept), query.device, job.allocator)
+    logs = StepLogs(own, rank, choices, kind=partial(KeepsOutputs, kept))
+    return replay(logs, query.device, job.allocator)
+
+
+class KeepsOutputs(RankSteps):
+    """Steps in which each stage's output stays till the step ends; `kept`: the bytes that it has for a micro-batch."""
+
+    def __init__(self, kept: Sequence[int], *how: Any) -> None:
+        super().__init__(*how)
+        self.kept = kept
+
+    def forward(self, stage: StageOfRank, number: int) -> list[int]:
+        return [*super().forward(stage, number), self.storages.make(self.kept[stage.index], Part.KEPT_OUTPUT)]
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

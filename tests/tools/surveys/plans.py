@@ -23,7 +23,7 @@ from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.allocator_events import cpu_events
-from tests.planning.queries import bytes_between_steps, saved
+from tests.planning.queries import bytes_between_steps, held_bytes, saved
 from tests.tools.surveys.code_version import code_version
 from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
 
@@ -199,7 +199,7 @@ def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]
         str(budget),
         ran=True,
         peak_error=(predicted.total - peak) / peak,
-        held_error=(predicted.held - alive) / max(1, alive),
+        held_error=(held_bytes(query, choices) - alive) / max(1, alive),
     )
 
 
