@@ -1,6 +1,6 @@
 """``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for.
 
-Such a module has ``EXAMPLES`` (arguments after the command's name), ``add_arguments``, ``run``, and where a command is
+Such a module has ``EXAMPLES`` (arguments after the command's name), ``OPTIONS``, ``run``, and where a command is
 long ``first_line``, which is printed at once. Its purpose is in `nemo_like.commands.COMMANDS`.
 
 To import torch takes seconds. So help, version and a misspelt word import none of it: the modules that print a
@@ -97,7 +97,8 @@ def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argpars
             continue
         module = importlib.import_module(f"nemo_like.commands.{name}_command")
         subparser = subparsers.add_parser(name, help=purpose, purpose=purpose, lines=module.EXAMPLES)
-        module.add_arguments(subparser)
+        subparser.add_options(module.OPTIONS)
+        subparser.hints = getattr(module, "HINTS", {})
         first_line = getattr(module, "first_line", lambda arguments: "")
         take_settings(subparser, argv)
         check = getattr(module, "check", check_early)

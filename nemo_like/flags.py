@@ -1,6 +1,6 @@
 """The command-line flags of a job: every field of `Job`, and of its parts, that has a `Flag` in its metadata.
 
-Commands and recipes take the flags that they support by name (`add_flags`), and make their `Job` with `job_of`. A flag
+Commands and recipes take the flags that they support by name (`options_of`), and make their `Job` with `job_of`. A flag
 that a front does not take is not among its options, so that none is dropped without a word.
 """
 
@@ -8,11 +8,11 @@ import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_like._util.words import check_number, did_you_mean
+from nemo_like._util.words import did_you_mean
 from nemo_like.job import Job
 from nemo_like.options import DDP, FLOAT8, FSDP2, Precision, parse_dtype, parse_strategy
 from nemo_like.options.flag import FIELDS, Flag
@@ -61,34 +61,36 @@ def flags_of(part: str) -> tuple[str, ...]:
     return tuple(name for name, (head, _, tail) in fields if head == part and tail not in ("", "size"))
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: object) -> None:
-    """Add the flags of these `names` to `parser`; `defaults`: other ones than the table's, by name."""
-    for name in names:
-        flag = FLAGS[name]
-        default = defaults.get(name, flag.default)
-        more: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind}
-        shown = "" if default is None or flag.kind is bool else " (default: %(default)s)"
-        parser.add_argument(
-            flag.word, group=flag.group, default=default, help=flag.help.replace("%", "%%") + shown, **more
-        )
+def options_of(names: Iterable[str], **defaults: object) -> dict[str, dict[str, Any]]:
+    """Return the flags of these `names` as options for a `HelpParser`; `defaults`: other ones than the table's, by name."""
+    options = {}
+    for flag in map(FLAGS.__getitem__, names):
+        default, switch = defaults.get(flag.name, flag.default), flag.kind is bool
+        shown = "" if default is None or switch else " (default: %(default)s)"
+        options[flag.word] = {
+            "group": flag.group,
+            "default": default,
+            "least": flag.least,
+            "help": flag.help.replace("%", "%%") + shown,
+            **({"action": "store_true"} if switch else {"type": flag.kind}),
+        }
+    return options
 
 
-def add_pins(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add the flags of these `names` as constraints of a search: several values are allowed; by default, all are tried."""
-    for name in names:
-        flag = FLAGS[name]
-        more: dict[str, Any] = {"nargs": "+", "type": flag.kind}
-        if flag.kind is bool:
-            more = {"action": argparse.BooleanOptionalAction, "default": None}
-        text = f"fixed: {flag.help}" + ("" if flag.kind is bool else "; several values: any of them")
-        parser.add_argument(flag.word, group=flag.group, help=text.replace("%", "%%"), **more)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError where the flag `name` cannot have `value`."""
-    least = FLAGS[name].least
-    if value is not None and least is not None:
-        check_number(FLAGS[name].word, value, least)
+def pins_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the flags of these `names` as constraints of a search: several values are allowed, and without one all."""
+    switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": None}
+    return {
+        flag.word: {
+            "group": flag.group,
+            "least": flag.least,
+            "help": f"fixed: {flag.help}{'' if flag.kind is bool else '; several values: any of them'}".replace(
+                "%", "%%"
+            ),
+            **(switch if flag.kind is bool else {"nargs": "+", "type": flag.kind}),
+        }
+        for flag in map(FLAGS.__getitem__, names)
+    }
 
 
 def job_of(values: Mapping[str, Any], **fields: Any) -> Job:

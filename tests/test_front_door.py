@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from nemo_like.activation_checkpointing import (
     is_checkpointed,
 )
 from nemo_like.activation_checkpointing.policy import TorchPolicy
+from nemo_like.commands.early_checks import check_early
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, CheckpointConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec
@@ -398,17 +400,16 @@ def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FLAGS", {flag.name: flag for flag in flags._flags(ToyJob)})
     assert flags.flags_on("plan") == flags.flags_on("pins") == ("toys",)
     parser, search = HelpParser(), HelpParser()
-    flags.add_flags(parser, ["toys"])
-    flags.add_pins(search, ["toys"])
-    assert vars(parser.parse_args(["--toys", "3"])) == {"toys": 3} and vars(parser.parse_args([])) == {"toys": 1}
-    assert vars(search.parse_args(["--toys", "3", "4"])) == {"toys": [3, 4]}
+    for each, of in ((parser, flags.options_of), (search, flags.pins_of)):
+        each.add_options(of(["toys"]))
+    given = parser.parse_args(["--toys", "3"]), parser.parse_args([]), search.parse_args(["--toys", "3", "4"])
+    assert list(map(vars, given)) == [{"toys": 3}, {"toys": 1}, {"toys": [3, 4]}]
     assert "memory:\n  --toys N    toys that share a box (default: 1)" in parser.format_help()
-    with pytest.raises(ValueError, match=r"--toys is 0; it must be a finite number >= 1"):
-        flags.check_flag("toys", 0)
     options = recipe_options.with_flags("pretrain")(type("ToyRecipe", (Options,), {"__annotations__": {}}))
     assert options(toys=3).toys == 3 and options().toys == 1
-    with pytest.raises(ValueError, match="--toys is 0"):
-        options(toys=0)
+    for refuse in (options, lambda toys: check_early(SimpleNamespace(toys=toys, own=parser))):
+        with pytest.raises(ValueError, match=r"--toys is 0; it must be a finite number >= 1"):
+            refuse(toys=0)
 
 
 def test_the_part_of_a_job_is_read_of_its_flag() -> None:

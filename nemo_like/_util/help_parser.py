@@ -30,6 +30,8 @@ class HelpParser(argparse.ArgumentParser):
 
     def __init__(self, *, purpose: str = "", lines: Iterable[str] = (), **settings: Any) -> None:
         self._groups: dict[str, Any] = {}
+        # By the attribute of an option, its word and the smallest number that it may be.
+        self.least: dict[str, tuple[str, float]] = {}
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
         if purpose:
             self.description = f"{purpose}\n\n{examples(self.prog, lines)}"
@@ -70,9 +72,20 @@ class HelpParser(argparse.ArgumentParser):
 
         return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)
 
-    def add_argument(self, *names: Any, group: str | None = None, **settings: Any) -> argparse.Action:
-        """Add an option to its `group`, by default the one that `GROUPS` has it in; it is a KeyError where none has."""
+    def add_options(self, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add options by their words, each with the keywords of `add_argument`."""
+        for word, settings in options.items():
+            self.add_argument(word, **settings)
+
+    def add_argument(
+        self, *names: Any, group: str | None = None, least: float | None = None, **settings: Any
+    ) -> argparse.Action:
+        """Add an option to its `group`, by default the one that `GROUPS` has it in; it is a KeyError where none has.
+
+        least: the smallest number that it may be, for `nemo_like.commands.early_checks`.
+        """
         option = settings.get("dest") or str(names[0]).lstrip("-").replace("-", "_")
+        self.least |= {} if least is None else {option: (names[0], least)}
         if option in ("h", "version") or not str(names[0]).startswith("-"):
             return super().add_argument(*names, **settings)
         title = group or _GROUP_OF[option]

@@ -89,24 +89,26 @@ class Options:
 # --- from a command line or a file ------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[Options]) -> None:
-    """Add ``--config`` and each option to `parser`; an option that is not given is left out of the namespace."""
-    parser.add_argument(
-        "--config", action=_FromFile, metavar="FILE", help="YAML file with the same options, by name; both spellings"
-    )
+def options_of(kind_of_options: type[Options]) -> dict[str, dict[str, Any]]:
+    """Return ``--config`` and each option for a `HelpParser`; one that is not given is left out of the namespace."""
+    help_ = "YAML file with the same options, by name; both spellings"
+    options: dict[str, dict[str, Any]] = {"--config": {"action": _FromFile, "metavar": "FILE", "help": help_}}
     for field in dataclasses.fields(kind_of_options):
-        kind, text, argument = field.metadata["kind"], field.metadata["help"], dict(field.metadata["argument"])
+        kind, text = field.metadata["kind"], field.metadata["help"]
         if field.default not in (None, "") and kind is not bool:
             text += f" (default: {field.default})"
-        argument |= {"dest": field.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        if kind is bool:
-            parser.add_argument(flag(field.name), **{"action": "store_true", **argument})
-        else:
-            parser.add_argument(flag(field.name), type=kind, **argument)
+        options[flag(field.name)] = {
+            **({"action": "store_true"} if kind is bool else {"type": kind}),
+            **field.metadata["argument"],
+            "dest": field.name,
+            "default": argparse.SUPPRESS,
+            "help": text.replace("%", "%%"),
+        }
+    return options
 
 
 def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespace) -> AnyOptions:
-    """The options that a parser with `add_arguments` has read.
+    """The options that a parser with `options_of` them has read.
 
     Raises:
         ValueError: a wrong one.
@@ -123,7 +125,7 @@ def parse_options(kind_of_options: type[AnyOptions], arguments: Sequence[str] | 
     """
     program = f"python -m nemo_like.recipes.{kind_of_options.job_name}"
     parser = HelpParser(prog=program, purpose=kind_of_options.purpose, lines=kind_of_options.examples)
-    add_arguments(parser, kind_of_options)
+    parser.add_options(options_of(kind_of_options))
     try:
         return read_options(kind_of_options, parser.parse_args(arguments))
     except (ValueError, TypeError, ImportError) as error:

@@ -5,17 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_like._util.console import check_writable, flag
-from nemo_like._util.words import check_dtype_word
-from nemo_like.flags import FLAGS, check_flag
+from nemo_like._util.words import check_dtype_word, check_number
 from nemo_like.options import FLOAT8
 from nemo_like.options.parallel import undivided
 from nemo_like.planning.device_table import check_device_name
 from nemo_like.presets import check_model_name
 
-# Options that are numbers from 1 on, where they are numbers.
-_COUNTS = """seq_len batch_size global_batch micro_batch dp_shard gpus world_size count repeats lora image_size
-    vocab_size"""
-_LEAST = dict.fromkeys(_COUNTS.split(), 1) | {"images": 0, "audio_seconds": 0}
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 
@@ -30,16 +25,10 @@ def check_early(args: argparse.Namespace) -> None:
         for word in _each(values.get(name)):
             if word not in others:
                 check_dtype_word(flag(name), word, others)
-    for name, least in _LEAST.items():
+    for name, (word, least) in args.own.least.items():
         for value in _each(values.get(name)):
-            if isinstance(value, int | float) and value < least:
-                raise ValueError(
-                    f"{FLAGS[name].word if name in FLAGS else flag(name)} is {value}; it must be >= {least}."
-                )
-    for name in FLAGS:
-        for value in _each(values.get(name)):
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                check_flag(name, value)
+            if isinstance(value, int | float):  # not the word of a search
+                check_number(word, value, least)
     gpus = values.get("gpus", values.get("world_size"))
     of_axes = {name: [*_each(values.get(name))] for name in _AXES}
     sizes = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread, start_logging
-from nemo_like.commands import print_report
-from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
+from nemo_like.commands import print_report, step_options
+from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.explaining.explain import LONGEST, explained_message, explained_source
 from nemo_like.explaining.messages import read_message
 from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, write_stripped
@@ -30,28 +30,26 @@ EXAMPLES = (
 _OWN = ("file", "used", "device", "json", "strip", "model", "help")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add(
-        "file",
-        nargs="?",
-        help="a snapshot of torch.cuda.memory._dump_snapshot, also gzipped, or a text with an out-of-memory message "
+OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {
+        "nargs": "?",
+        "help": "a snapshot of torch.cuda.memory._dump_snapshot, also gzipped, or a text with an out-of-memory message "
         "(-: standard input)",
-    )
-    add("--used", help="memory in use by nvidia-smi (71GiB): with a file, or with --model alone")
-    add("--device", type=int, metavar="N", help="the number of the GPU (default: the one with most)")
-    add("--json", metavar="PATH", help="write the bytes here, as JSON ('-': standard output)")
-    add(
-        "--strip", metavar="PATH", help="write the snapshot there without paths and text, for sending, and nothing else"
-    )
-    add(
-        "--ac",
-        group="memory",
-        default="none",
-        help="checkpointing that ran: none, full, selective or a budget (default: %(default)s)",
-    )
-    add_step_options(parser, required=False)
+    },
+    "--used": {"help": "memory in use by nvidia-smi (71GiB): with a file, or with --model alone"},
+    "--device": {"type": int, "metavar": "N", "help": "the number of the GPU (default: the one with most)"},
+    "--json": {"metavar": "PATH", "help": "write the bytes here, as JSON ('-': standard output)"},
+    "--strip": {
+        "metavar": "PATH",
+        "help": "write the snapshot there without paths and text, for sending, and nothing else",
+    },
+    "--ac": {
+        "group": "memory",
+        "default": "none",
+        "help": "checkpointing that ran: none, full, selective or a budget (default: %(default)s)",
+    },
+    **step_options.OPTIONS,
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,11 +8,7 @@ from nemo_like._util.console import flag
 from nemo_like.recipes.options import FinetuneOptions
 
 EXAMPLES = FinetuneOptions.examples
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    option_fields.add_arguments(parser, FinetuneOptions)
+OPTIONS = option_fields.options_of(FinetuneOptions)
 
 
 def check(args: argparse.Namespace) -> None:

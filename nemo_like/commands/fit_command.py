@@ -8,14 +8,14 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import refuse_unread, tokens
+from nemo_like._util.console import flag, refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
-from nemo_like.commands import LORA, print_report
+from nemo_like.commands import LORA, print_report, settings_options
 from nemo_like.commands.early_checks import check_early
-from nemo_like.commands.settings_options import add_settings, write_to
-from nemo_like.commands.step_options import refuse_host_memory
-from nemo_like.flags import CONFIGURATIONS, FLAGS, SEQ_LEN, add_flags, add_pins, flags_of, flags_on, job_of
+from nemo_like.commands.settings_options import write_to
+from nemo_like.commands.step_options import MODEL, STORED, WIDE, refuse_host_memory
+from nemo_like.flags import CONFIGURATIONS, FLAGS, SEQ_LEN, flags_of, flags_on, job_of, options_of, pins_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
@@ -29,66 +29,96 @@ EXAMPLES = (
 _PINS, _JOB = flags_on("pins"), flags_on("fit")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    add = parser.add_argument
-    add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpus", type=int, group="parallelism", help="how many there are")
-    add_flags(parser, _JOB)
-    add("--seq-len", type=tokens, default=SEQ_LEN, help="tokens of the longest sequence (default: %(default)s)")
-    add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
-    add(
-        "--memory",
-        help="bytes that a step may take on each GPU (default: all but 5 %% and the memory outside of torch's "
+def _words(text: str) -> str | list[str]:
+    words = [word.strip() for word in text.split(",")]
+    return words[0] if len(words) == 1 else words
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": MODEL,
+    "--gpus": {"type": int, "least": 1, "group": "parallelism", "help": "how many there are"},
+    **options_of(_JOB),
+    "--seq-len": {
+        "type": tokens,
+        "least": 1,
+        "default": SEQ_LEN,
+        "help": "tokens of the longest sequence (default: %(default)s)",
+    },
+    "--global-batch": {
+        "type": int,
+        "least": 1,
+        "help": "sequences of a step over all GPUs (default: as many as are fastest)",
+    },
+    "--memory": {
+        "help": "bytes that a step may take on each GPU (default: all but 5 %% and the memory outside of torch's "
         "allocator)",
-    )
-    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add("--lora", type=int, metavar="RANK", help=LORA)
-    add(
-        "--precision",
-        type=_words,
-        group="training",
-        help="dtype to compute in (default: bf16 on CUDA); bf16,fp32: either",
-    )
-    add(
-        "--optimizer",
-        type=_words,
-        group="training",
-        help=f"{' | '.join(OPTIMIZERS)} (default: adamw-fused on CUDA); adamw,adamw-8bit: either",
-    )
-    add(
-        "--compile",
-        type=_words,
-        group="training",
-        help=f"compiler of each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
-    )
-    add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
-    add("--count", type=int, default=CONFIGURATIONS, help="configurations to print (default: %(default)s)")
-    add_pins(parser, _PINS)
-    for name, meaning in (
-        ("dp_shard", "ranks that parameters are sharded over"),
-        ("micro_batch", "sequences per rank and micro-batch"),
-    ):
-        add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"fixed: {meaning}; several values: any of them")
-    add("--ac", nargs="+", group="memory", help="fixed: none | full | selective | plan (the best for the memory)")
-    add(
-        "--explain",
-        type=int,
-        nargs="?",
-        const=1,
-        metavar="N",
-        help="also print where each GiB and each millisecond of the N-th comes from (default: of the first)",
-    )
-    add("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    add(
-        "--calibrate",
-        action="store_true",
-        help="first measure the speeds of the device at hand, and keep them for later plans; alone: nothing else",
-    )
-    add_settings(parser)
-    add("--as", dest="paste_as", choices=("trainer",), help="also print the best as arguments of transformers.Trainer")
-    add("--json", metavar="PATH", help="write everything here ('-': standard output)")
-    add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
+    },
+    "--dtype": STORED,
+    "--lora": {"type": int, "least": 1, "metavar": "RANK", "help": LORA},
+    "--precision": {
+        "type": _words,
+        "group": "training",
+        "help": "dtype to compute in (default: bf16 on CUDA); bf16,fp32: either",
+    },
+    "--optimizer": {
+        "type": _words,
+        "group": "training",
+        "help": f"{' | '.join(OPTIMIZERS)} (default: adamw-fused on CUDA); adamw,adamw-8bit: either",
+    },
+    "--compile": {
+        "type": _words,
+        "group": "training",
+        "help": f"compiler of each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
+    },
+    "--minutes": {
+        "type": float,
+        "help": "end the search after so many, with the best so far (default: when it is known)",
+    },
+    "--count": {
+        "type": int,
+        "least": 1,
+        "default": CONFIGURATIONS,
+        "help": "configurations to print (default: %(default)s)",
+    },
+    **pins_of(_PINS),
+    **{
+        flag(name): {
+            "type": int,
+            "least": 1,
+            "nargs": "+",
+            "help": f"fixed: {meaning}; several values: any of them",
+        }
+        for name, meaning in (
+            ("dp_shard", "ranks that parameters are sharded over"),
+            ("micro_batch", "sequences per rank and micro-batch"),
+        )
+    },
+    "--ac": {
+        "nargs": "+",
+        "group": "memory",
+        "help": "fixed: none | full | selective | plan (the best for the memory)",
+    },
+    "--explain": {
+        "type": int,
+        "nargs": "?",
+        "const": 1,
+        "metavar": "N",
+        "help": "also print where each GiB and each millisecond of the N-th comes from (default: of the first)",
+    },
+    "--wide": WIDE,
+    "--calibrate": {
+        "action": "store_true",
+        "help": "first measure the speeds of the device at hand, and keep them for later plans; alone: nothing else",
+    },
+    **settings_options.OPTIONS,
+    "--as": {
+        "dest": "paste_as",
+        "choices": ("trainer",),
+        "help": "also print the best as arguments of transformers.Trainer",
+    },
+    "--json": {"metavar": "PATH", "help": "write everything here ('-': standard output)"},
+    "--save": {"metavar": "PATH", "help": "write the best one's plan here, where it has one"},
+}
 
 
 def check(args: argparse.Namespace) -> None:
@@ -115,11 +145,6 @@ def first_line(args: argparse.Namespace) -> str:
     if args.calibrate:
         return "Measuring this device ..."
     return f"{args.from_words}Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
-
-
-def _words(text: str) -> str | list[str]:
-    words = [word.strip() for word in text.split(",")]
-    return words[0] if len(words) == 1 else words
 
 
 def run(args: argparse.Namespace) -> int:

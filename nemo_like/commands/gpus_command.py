@@ -1,14 +1,12 @@
 """`nemo-like gpus`: the GPUs that ``--gpu`` knows by name."""
 
 import argparse
+from typing import Any
 
 from nemo_like.planning.device_table import device_table, known_devices
 
 EXAMPLES = ("",)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command: none."""
+OPTIONS: dict[str, dict[str, Any]] = {}
 
 
 def run(args: argparse.Namespace) -> int:

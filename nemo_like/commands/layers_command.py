@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
 from nemo_like.commands import print_report
+from nemo_like.commands.step_options import WIDE
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs
@@ -51,15 +52,19 @@ class LayersReport:
     outside_bytes: int
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
-    parser.add_argument(
-        "--scope", nargs="+", group="model", default=["all"], help="groups of layers to checkpoint (default: all)"
-    )
-    parser.add_argument("--layers", nargs="+", help="FQNs or globs of the layers, instead of those found")
-    parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
-    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--json", metavar="PATH", help="write the report here, as JSON ('-': standard output)")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"required": True, "help": "a preset, a config.json or its folder, or module:function"},
+    "--scope": {
+        "nargs": "+",
+        "group": "model",
+        "default": ["all"],
+        "help": "groups of layers to checkpoint (default: all)",
+    },
+    "--layers": {"nargs": "+", "help": "FQNs or globs of the layers, instead of those found"},
+    "--dtype": {"help": "dtype of the parameters (default: float32)"},
+    "--wide": WIDE,
+    "--json": {"metavar": "PATH", "help": "write the report here, as JSON ('-': standard output)"},
+}
 
 
 def first_line(args: argparse.Namespace) -> str:

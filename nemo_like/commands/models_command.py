@@ -1,14 +1,12 @@
 """`nemo-like models`: the models that ``--model`` knows by name."""
 
 import argparse
+from typing import Any
 
 from nemo_like.presets import PRESETS
 
 EXAMPLES = ("",)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command: none."""
+OPTIONS: dict[str, dict[str, Any]] = {}
 
 
 def run(args: argparse.Namespace) -> int:

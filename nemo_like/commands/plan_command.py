@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
-from nemo_like.commands import print_report
-from nemo_like.commands.settings_options import add_settings, write_to
-from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
+from nemo_like.commands import print_report, settings_options, step_options
+from nemo_like.commands.settings_options import write_to
+from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.flags import BATCH_SIZE, EVERY_AC, SEQ_LEN
 from nemo_like.options import MemoryBudget, parse_bytes
 
@@ -36,46 +35,41 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: HelpParser) -> None:
-    """The options of the command."""
-    add = parser.add_argument
-    add_step_options(parser, required=True)
-    parser.hints = {"--ac": f" {EVERY_AC.format('--budget 40GiB')}"}
-    add(
-        "--budget",
-        action="append",
-        default=[],
-        help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
-    )
-    add(
-        "--memory",
-        help="bytes that a step may take (default: all but 5 %% and the memory outside of torch's allocator)",
-    )
-    add(
-        "--calibrate-from",
-        metavar="LOG",
-        help="first correct the rates of --gpu by a measured run of this very job: 1.83s, 6120tok/s (of one GPU), or a "
+OPTIONS: dict[str, dict[str, Any]] = {
+    **step_options.OPTIONS,
+    "--model": {**step_options.MODEL, "required": True},
+    "--budget": {
+        "action": "append",
+        "default": [],
+        "help": "also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
+    },
+    "--memory": {
+        "help": "bytes that a step may take (default: all but 5 %% and the memory outside of torch's allocator)"
+    },
+    "--calibrate-from": {
+        "metavar": "LOG",
+        "help": "first correct the rates of --gpu by a measured run of this very job: 1.83s, 6120tok/s (of one GPU), or a "
         "log of nemo-like, torchtitan, KempnerForge, nanotron or litgpt",
-    )
-    add("--ran-with", metavar="AC", help="checkpointing of that run: none, selective, full or a budget")
-    add("--gpu-file", metavar="PATH", help="write the corrected GPU here, for --gpu (default: measured.json)")
-    add("--explain", action="store_true", help="also print the parts of the peak, and the meaning of the columns")
-    add(
-        "--no-what-if",
-        dest="what_if",
-        action="store_false",
-        help="plan for no change of the job",
-    )
-    add("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    add(
-        "--check",
-        action="store_true",
-        help="also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
+    },
+    "--ran-with": {"metavar": "AC", "help": "checkpointing of that run: none, selective, full or a budget"},
+    "--gpu-file": {"metavar": "PATH", "help": "write the corrected GPU here, for --gpu (default: measured.json)"},
+    "--explain": {
+        "action": "store_true",
+        "help": "also print the parts of the peak, and the meaning of the columns",
+    },
+    "--no-what-if": {"dest": "what_if", "action": "store_false", "help": "plan for no change of the job"},
+    "--wide": step_options.WIDE,
+    "--check": {
+        "action": "store_true",
+        "help": "also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
         "compare its peak with the plan's",
-    )
-    add_settings(parser)
-    add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
-    add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
+    },
+    **settings_options.OPTIONS,
+    "--json": {"metavar": "PATH", "help": "write the numbers here ('-': standard output)"},
+    "--save": {"metavar": "PATH", "help": "write the recommended plan here (read it with nemo_like.Plan.load)"},
+}
+HINTS = {"--ac": f" {EVERY_AC.format('--budget 40GiB')}"}
+"""Sentences on options that the command does not have, by the typed word."""
 
 
 def first_line(args: argparse.Namespace) -> str:

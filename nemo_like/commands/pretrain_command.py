@@ -9,11 +9,7 @@ from nemo_like.presets import check_model_name
 from nemo_like.recipes.options import PretrainOptions
 
 EXAMPLES = PretrainOptions.examples
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    option_fields.add_arguments(parser, PretrainOptions)
+OPTIONS = option_fields.options_of(PretrainOptions)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -2,11 +2,12 @@
 
 import argparse
 import contextlib
+from typing import Any
 
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
-from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE, print_report
+from nemo_like.commands.step_options import WIDE
 from nemo_like.options import parse_bytes, parse_dtype
 
 EXAMPLES = (
@@ -18,29 +19,32 @@ EXAMPLES = (
 MODES = "full,selective,submodule,sequential,50%,none+loss=chunked,torch-full,torch-selective"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
-    parser.add_argument("--batch-size", type=int, default=1, help="samples per step and rank (default: 1)")
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens per sample (default: 256)")
-    parser.add_argument("--vocab-size", type=int, help=VOCAB_SIZE)
-    parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
-    parser.add_argument("--layers", nargs="+", help="names (globs) of the layers, instead of those found")
-    parser.add_argument("--device", help="cpu, or a CUDA device (default: this rank's GPU if there is one)")
-    parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
-    parser.add_argument(
-        "--modes",
-        nargs="?",
-        const=MODES,
-        help="compare modes with none, instead of layers: words of ac= with commas between them, with +keyword=word of "
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"required": True, "help": "a preset, a config.json or its folder, or module:function"},
+    "--batch-size": {"type": int, "least": 1, "default": 1, "help": "samples per step and rank (default: 1)"},
+    "--seq-len": {"type": int, "least": 1, "default": 256, "help": "tokens per sample (default: 256)"},
+    "--vocab-size": {"type": int, "least": 1, "help": VOCAB_SIZE},
+    "--input-shape": {"help": "without tokens: the shape of the float input, such as 8,3,32,32"},
+    "--layers": {"nargs": "+", "help": "names (globs) of the layers, instead of those found"},
+    "--device": {"help": "cpu, or a CUDA device (default: this rank's GPU if there is one)"},
+    "--dtype": {"help": "dtype of parameters and float inputs (default: float32)"},
+    "--modes": {
+        "nargs": "?",
+        "const": MODES,
+        "help": "compare modes with none, instead of layers: words of ac= with commas between them, with +keyword=word of "
         f"parallelize behind one, and PyTorch's own (without words: {MODES.replace('%', '%%')})",
-    )
-    parser.add_argument(
-        "--strategy", group="parallelism", choices=("single", "fsdp2", "ddp"), default="single", help="of --modes"
-    )
-    parser.add_argument("--runs", type=int, default=3, help="measured steps, of each mode (default: 3)")
-    parser.add_argument("--budget", help="also print layers to recompute for this peak, such as 2GB")
-    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--json", metavar="PATH", help="write everything here, as JSON ('-': standard output)")
+    },
+    "--strategy": {
+        "group": "parallelism",
+        "choices": ("single", "fsdp2", "ddp"),
+        "default": "single",
+        "help": "of --modes",
+    },
+    "--runs": {"type": int, "least": 1, "default": 3, "help": "measured steps, of each mode (default: 3)"},
+    "--budget": {"help": "also print layers to recompute for this peak, such as 2GB"},
+    "--wide": WIDE,
+    "--json": {"metavar": "PATH", "help": "write everything here, as JSON ('-': standard output)"},
+}
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -63,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
-    check_whole("--runs", args.runs, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     if args.json == "-":

@@ -22,20 +22,19 @@ _AXES = {"--gpus", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
 _SPLITS = ("tp", "pp", "cp")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the two options."""
-    parser.add_argument(
-        "--from",
-        dest="settings_file",
-        metavar="FILE",
-        help="settings of accelerate, axolotl, torchtitan, NeMo Automodel or a Trainer, which options given here override",
-    )
-    parser.add_argument(
-        "--to",
-        dest="settings_to",
-        metavar="FILE",
-        help="write settings here: .toml for torchtitan, .yaml or .yml for accelerate, .json for a Trainer",
-    )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--from": {
+        "dest": "settings_file",
+        "metavar": "FILE",
+        "help": "settings of accelerate, axolotl, torchtitan, NeMo Automodel or a Trainer, which options given here "
+        "override",
+    },
+    "--to": {
+        "dest": "settings_to",
+        "metavar": "FILE",
+        "help": "write settings here: .toml for torchtitan, .yaml or .yml for accelerate, .json for a Trainer",
+    },
+}
 
 
 def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread, whole_or
 from nemo_like.commands import LORA, VOCAB_SIZE
-from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, add_flags, flags_of, flags_on, job_of
+from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, flags_of, flags_on, job_of, options_of
 from nemo_like.options import FLOAT8, normalise, parse_dtype
 
 if TYPE_CHECKING:  # the options are needed without torch and the planner
@@ -20,48 +20,51 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
 JOB_FLAGS = flags_on("plan")
 
 
-def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options of a step; `required`: there must be a model."""
-    add = parser.add_argument
-    add("--model", required=required, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add_flags(parser, JOB_FLAGS, precision=PRECISION)
-    add(
-        "--gpus",
-        dest="world_size",
-        group="parallelism",
-        type=whole_or("min"),
-        default=FLAGS["world_size"].default,
-        help="how many there are; min: the fewest that fit (default: %(default)s)",
-    )
-    add(
-        "--seq-len",
-        type=whole_or("max"),
-        default=SEQ_LEN,
-        help="tokens per sequence; max: the most that fit (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=whole_or("max"),
-        default=BATCH_SIZE,
-        help="sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
-    )
-    add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
-    add(
-        "--images",
-        type=int,
-        default=1,
-        help="pictures per sequence, for a model that takes some (default: %(default)s)",
-    )
-    add("--image-size", type=int, help="pixels per side of a picture (default: the config's, or 448)")
-    add(
-        "--audio-seconds",
-        type=float,
-        help="of a sound per sequence, for a model that takes some (default: as many as its config "
+MODEL = {"help": "a preset (llama3-8b, ...), a config.json, or module:function"}
+STORED = {"default": "fp32", "help": "parameters as stored (default: %(default)s)"}
+WIDE = {"action": "store_true", "help": "print all columns, however narrow the screen is"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": MODEL,
+    **options_of(JOB_FLAGS, precision=PRECISION),
+    "--gpus": {
+        "dest": "world_size",
+        "group": "parallelism",
+        "type": whole_or("min"),
+        "least": 1,
+        "default": FLAGS["world_size"].default,
+        "help": "how many there are; min: the fewest that fit (default: %(default)s)",
+    },
+    "--seq-len": {
+        "type": whole_or("max"),
+        "least": 1,
+        "default": SEQ_LEN,
+        "help": "tokens per sequence; max: the most that fit (default: %(default)s)",
+    },
+    "--batch-size": {
+        "type": whole_or("max"),
+        "least": 1,
+        "default": BATCH_SIZE,
+        "help": "sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
+    },
+    "--input-shape": {"help": "shape of a float input, such as 2,3,224,224, for a model that takes no tokens"},
+    "--images": {
+        "type": int,
+        "least": 0,
+        "default": 1,
+        "help": "pictures per sequence, for a model that takes some (default: %(default)s)",
+    },
+    "--image-size": {"type": int, "least": 1, "help": "pixels per side of a picture (default: the config's, or 448)"},
+    "--audio-seconds": {
+        "type": float,
+        "least": 0,
+        "help": "of a sound per sequence, for a model that takes some (default: as many as its config "
         "has positions for, or 30); 0: none",
-    )
-    add("--vocab-size", type=int, help=VOCAB_SIZE)
-    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add("--lora", type=int, metavar="RANK", help=LORA)
+    },
+    "--vocab-size": {"type": int, "least": 1, "help": VOCAB_SIZE},
+    "--dtype": STORED,
+    "--lora": {"type": int, "least": 1, "metavar": "RANK", "help": LORA},
+}
+"""The options of a step."""
 
 
 def check_step_options(args: argparse.Namespace) -> None:

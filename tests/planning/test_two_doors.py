@@ -56,7 +56,7 @@ def test_each_row_of_the_page_is_one_question(number: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(("command", "function"), [(plan_command, predict), (fit_command, fit)])
 def test_both_doors_have_the_same_defaults(command: Any, function: Any) -> None:
     parser = HelpParser()
-    command.add_arguments(parser)
+    parser.add_options(command.OPTIONS)
     defaults = {name: value.default for name, value in inspect.signature(function).parameters.items()}
     shared = [name for name in ("seq_len", "batch_size", "count", "memory", "lora", "minutes") if name in defaults]
     assert len(shared) >= 3
