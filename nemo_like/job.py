@@ -72,13 +72,12 @@ class FixedKeywords(TypedDict, total=False):
 
 
 class JobKeywords(FixedKeywords, total=False):
-    """Keywords that `parallelize` takes besides `strategy` and `ac`."""
+    """Keywords that `parallelize` takes besides `strategy`, `ac` and `pp`, on which its result depends."""
 
     dp_replicate: int
     tp: int | TensorParallel
     cp: int | ContextParallel
     ep: int | ExpertParallel
-    pp: int | PipelineParallel
     loss: str | ChunkedLoss | None
     precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None
     compile: bool | str | None
@@ -86,7 +85,13 @@ class JobKeywords(FixedKeywords, total=False):
     optimizer: str | None
 
 
-class AllKeywords(JobKeywords, total=False):
+class StagedKeywords(JobKeywords, total=False):
+    """Keywords that `parallelize` takes besides `strategy` and `ac`."""
+
+    pp: int | PipelineParallel
+
+
+class AllKeywords(StagedKeywords, total=False):
     """Keywords that `Job.of`, `plan_for` and `fit` take."""
 
     strategy: Strategy
@@ -453,8 +458,9 @@ KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name
 # --- combinations that are refused -----------------------------------------------------------------------------------
 
 
-def _word(job: Job) -> str:
-    return type(job.strategy).__name__.lower()
+def _holding(*cases: tuple[bool, str]) -> Iterator[str]:
+    """Yield the messages of the cases that hold."""
+    return (message for holds, message in cases if holds)
 
 
 def _sizes(job: Job) -> dict[str, int]:
@@ -469,26 +475,31 @@ def _of_ranks(job: Job) -> Iterator[str]:
         axis = getattr(job, name)
         if axis != type(axis)() and not shards:
             yield (
-                f"{name} is {axis.size}: it splits {what} over the ranks of FSDP2, and strategy {_word(job)!r} keeps them "
-                "whole. Use strategy='fsdp2'."
+                f"{name} is {axis.size}: it splits {what} over the ranks of FSDP2, and strategy "
+                f"{type(job.strategy).__name__.lower()!r} keeps them whole. Use strategy='fsdp2'."
             )
-    if job.pp.size > 1 and replicas:
-        yield (
+    alone, staged, replicated = isinstance(job.strategy, Single), job.pp.size > 1, job.dp_replicate > 1
+    yield from _holding(
+        (
+            staged and replicas,
             f"pp is {job.pp.size} with strategy='ddp': the replicas of a stage are made by FSDP2. Use "
-            "strategy='fsdp2' with dp_replicate."
-        )
-    if job.pp.size > 1 and isinstance(job.strategy, Single) and job.world_size not in (None, job.pp.size):
-        yield (
+            "strategy='fsdp2' with dp_replicate.",
+        ),
+        (
+            staged and alone and job.world_size not in (None, job.pp.size),
             f"pp is {job.pp.size} with strategy='single' on {job.world_size} ranks: ranks that share a stage shard it. Use "
-            "strategy='fsdp2'."
-        )
-    if job.dp_replicate > 1 and isinstance(job.strategy, Single):
-        yield f"dp_replicate is {job.dp_replicate}, and strategy='single' has no replicas. Use strategy='fsdp2'."
-    if job.dp_replicate > 1 and replicas and job.world_size not in (None, job.dp_replicate):
-        yield (
+            "strategy='fsdp2'.",
+        ),
+        (
+            replicated and alone,
+            f"dp_replicate is {job.dp_replicate}, and strategy='single' has no replicas. Use strategy='fsdp2'.",
+        ),
+        (
+            replicated and replicas and job.world_size not in (None, job.dp_replicate),
             f"dp_replicate is {job.dp_replicate}, but 'ddp' replicates over all {job.world_size} ranks. Use "
-            "strategy='fsdp2'."
-        )
+            "strategy='fsdp2'.",
+        ),
+    )
     if job.world_size is None:
         return
     for name, size in (_sizes(job) | {"ep": job.ep.size}).items():
@@ -510,41 +521,46 @@ def _of_ranks(job: Job) -> Iterator[str]:
 
 def _of_code(job: Job) -> Iterator[str]:
     """Compilers, dtypes and budgets that cannot be combined with another option."""
-    if job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor":
-        yield (
+    gathers_float8 = job.precision.matmuls == "fp8-gather"
+    yield from _holding(
+        (
+            job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor",
             f"TensorParallel.asynchronous is True and compile is {job.compile!r}: only Inductor overlaps collectives "
-            "with matmuls. Use compile='inductor', or asynchronous=False."
-        )
-    if job.compile is not None and getattr(job.ac, "use_reentrant", False):
-        yield (
+            "with matmuls. Use compile='inductor', or asynchronous=False.",
+        ),
+        (
+            job.compile is not None and getattr(job.ac, "use_reentrant", False),
             "CheckpointConfig.use_reentrant is True and compile is on: torch cannot compile reentrant checkpointing. Set "
-            "use_reentrant=False, or compile=False."
-        )
-    if job.precision.matmuls == "fp8-gather" and job.offloads_state:
-        yield (
+            "use_reentrant=False, or compile=False.",
+        ),
+        (
+            gathers_float8 and job.offloads_state,
             "precision is 'fp8-gather' with cpu_offload=True: shards would be cast to float8 on the host, which was not "
-            "tried. Use precision='fp8'."
-        )
-    if job.precision.matmuls == "fp8-gather" and job.tp.size > 1:
-        yield (
+            "tried. Use precision='fp8'.",
+        ),
+        (
+            gathers_float8 and job.tp.size > 1,
             f"precision is 'fp8-gather' with tp={job.tp.size}: torchao gathers no weights in float8 that tp has split. Use "
-            "precision='fp8'."
-        )
-    if isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state:
-        yield f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
+            "precision='fp8'.",
+        ),
+        (
+            isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state,
+            f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'.",
+        ),
+    )
 
 
 def _of_stages(job: Job) -> Iterator[str]:
     """Options that the stages of a pipeline, or shards that are gathered again, do not have."""
     if job.pp.split is not None:
         unplanned = "no plan is made for those; a mode such as 'selective' is"
-        for what, is_asked, reason in (
-            (f"ac is {job.ac}", isinstance(job.ac, MemoryBudget), unplanned),
-            ("ac is a plan", _is_plan(job.ac), unplanned),
-            (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
-        ):
-            if is_asked:
-                yield f"{what} with split=, whose stages are the caller's own: {reason}. Leave one of the two out."
+        own = "with split=, whose stages are the caller's own"
+        uncut = "the tensors they send are not cut along the sequence"
+        yield from _holding(
+            (isinstance(job.ac, MemoryBudget), f"ac is {job.ac} {own}: {unplanned}. Leave one of the two out."),
+            (_is_plan(job.ac), f"ac is a plan {own}: {unplanned}. Leave one of the two out."),
+            (job.cp.size > 1, f"cp is {job.cp.size} {own}: {uncut}. Leave one of the two out."),
+        )
     fsdp = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     stays = not unit_reshards(in_stage(fsdp), "layer") or job.pp.size == 1 or job.world_size == job.pp.size
     if not stays and job.pp.facts.splits_backward:
@@ -560,15 +576,14 @@ def _of_stages(job: Job) -> Iterator[str]:
             yield problem
     if not job.step.in_backward:
         return
-    for what, is_asked, reason in (
-        (f"pp={job.pp.size}", job.pp.size > 1, "a stage reduces its gradients behind its last micro-batch"),
-        (f"cp={job.cp.size}", job.cp.size > 1, "it was not tried with parts of sequences"),
-        (f"ep={job.ep.size}", job.ep.size > 1, "it was not tried with experts that are split"),
-        ("strategy='ddp'", isinstance(job.strategy, DDP), "gradients are summed over the ranks behind the hooks"),
-        ("cpu_offload=True", job.offloads_state, "backward would wait for steps on the host"),
+    for with_ in _holding(
+        (job.pp.size > 1, f"pp={job.pp.size}: a stage reduces its gradients behind its last micro-batch"),
+        (job.cp.size > 1, f"cp={job.cp.size}: it was not tried with parts of sequences"),
+        (job.ep.size > 1, f"ep={job.ep.size}: it was not tried with experts that are split"),
+        (isinstance(job.strategy, DDP), "strategy='ddp': gradients are summed over the ranks behind the hooks"),
+        (job.offloads_state, "cpu_offload=True: backward would wait for steps on the host"),
     ):
-        if is_asked:
-            yield f"StepSpec.in_backward is True with {what}: {reason}. Leave one of the two out."
+        yield f"StepSpec.in_backward is True with {with_}. Leave one of the two out."
 
 
 RULES: tuple[Callable[[Job], Iterator[str]], ...] = (_of_ranks, _of_code, _of_stages)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.field_docs import described
@@ -62,24 +62,16 @@ from nemo_like.distributed.weights.replaced import (
     watch_replaced,
 )
 from nemo_like.distributed.weights.state_dict import guard_shards
-from nemo_like.job import Job, JobKeywords, Strategy
+from nemo_like.job import Job, JobKeywords, StagedKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.options import (
     DDP,
     FSDP2,
-    AllocatorConfig,
     ChunkedLoss,
-    ContextParallel,
-    ExpertParallel,
-    OffloadConfig,
     PipelineParallel,
-    PlanSearch,
-    Precision,
     Single,
-    StepSpec,
-    TensorParallel,
 )
 from nemo_like.precision import (
     Autocast,
@@ -155,8 +147,6 @@ def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Mo
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Written out, because editors do not read `Unpack`; tests/test_package.py holds them equal to `JobKeywords`.
-
 
 @overload
 def parallelize(
@@ -166,24 +156,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sample_input: object = None,
-    ac_scope: str | Iterable[str] = ...,
-    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
-    dp_replicate: int = ...,
-    tp: int | TensorParallel = ...,
-    cp: int | ContextParallel = ...,
-    ep: int | ExpertParallel = ...,
-    loss: str | ChunkedLoss | None = ...,
-    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
-    compile: bool | str | None = ...,
-    offload: str | OffloadConfig | None = ...,
-    step: StepSpec | None = ...,
-    planned_tokens: int | None = ...,
-    device: str | torch.device | None = ...,
-    gpu: Any = ...,
-    world_size: int | None = ...,
-    allocator: AllocatorConfig | str | None = ...,
-    search: PlanSearch | None = ...,
-    optimizer: str | None = ...,
+    **keywords: Unpack[JobKeywords],
 ) -> Model: ...
 
 
@@ -195,24 +168,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sample_input: object = None,
-    ac_scope: str | Iterable[str] = ...,
-    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
-    dp_replicate: int = ...,
-    tp: int | TensorParallel = ...,
-    cp: int | ContextParallel = ...,
-    ep: int | ExpertParallel = ...,
-    loss: str | ChunkedLoss | None = ...,
-    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
-    compile: bool | str | None = ...,
-    offload: str | OffloadConfig | None = ...,
-    step: StepSpec | None = ...,
-    planned_tokens: int | None = ...,
-    device: str | torch.device | None = ...,
-    gpu: Any = ...,
-    world_size: int | None = ...,
-    allocator: AllocatorConfig | str | None = ...,
-    search: PlanSearch | None = ...,
-    optimizer: str | None = ...,
+    **keywords: Unpack[JobKeywords],
 ) -> Model | DistributedDataParallel: ...
 
 
@@ -224,25 +180,8 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sample_input: object = None,
-    ac_scope: str | Iterable[str] = ...,
-    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
-    dp_replicate: int = ...,
-    tp: int | TensorParallel = ...,
-    cp: int | ContextParallel = ...,
-    ep: int | ExpertParallel = ...,
     pp: int | PipelineParallel,
-    loss: str | ChunkedLoss | None = ...,
-    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
-    compile: bool | str | None = ...,
-    offload: str | OffloadConfig | None = ...,
-    step: StepSpec | None = ...,
-    planned_tokens: int | None = ...,
-    device: str | torch.device | None = ...,
-    gpu: Any = ...,
-    world_size: int | None = ...,
-    allocator: AllocatorConfig | str | None = ...,
-    search: PlanSearch | None = ...,
-    optimizer: str | None = ...,
+    **keywords: Unpack[JobKeywords],
 ) -> Pipeline: ...
 
 
@@ -253,7 +192,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sample_input: object = None,
-    **keywords: Unpack[JobKeywords],
+    **keywords: Unpack[StagedKeywords],
 ) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 

@@ -54,7 +54,7 @@ def test_every_keyword_is_documented() -> None:
 
 def test_keywords_that_a_type_checker_sees_are_those_of_a_job_and_of_a_search() -> None:
     assert {*AllKeywords.__annotations__} == {*KEYWORDS}
-    assert {*JobKeywords.__annotations__} == {*KEYWORDS} - {"strategy", "ac"}
+    assert {*JobKeywords.__annotations__} == {*KEYWORDS} - {"strategy", "ac", "pp"}
     assert {*FitKeywords.__annotations__} == {*KEYWORDS, *PINS, "imbalance", "host_memory", "balance"}
 
 

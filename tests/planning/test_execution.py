@@ -144,7 +144,7 @@ def _run(module, args, kwargs, table, seed=7):
 def _budgets(problem, number=10):
     """Points at `number` budgets from the least to the most bytes: linear and with skips in turn."""
     ops = problem.ops()
-    points, skipping = solver.linear_frontier(ops), solver.closure_every(ops)
+    points, skipping = solver.closure_every(solver.without_skips(ops)), solver.closure_every(ops)
     low, high = points[0].bytes, points[-1].bytes
     for step in range(number):
         budget = low + (high - low) * step // (number - 1)

@@ -143,7 +143,7 @@ class BlockProblem:
             skip: let recomputation leave ops out.
             host: also offer to keep outputs in CPU memory, over the device's link: up to so many bytes.
         """
-        points = solver.closure_every(self.ops()) if skip else solver.linear_frontier(self.ops())
+        points = solver.closure_every(self.ops() if skip else solver.without_skips(self.ops()))
         choices = [self.choice(point.decisions(len(self.records))) for point in solver.spread(points, _MOST)]
         moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
         every = [self.full(), *choices, *moved, self.none()]

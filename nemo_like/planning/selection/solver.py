@@ -2,11 +2,11 @@
 
 There are three problems, smallest first:
 
-* **Linear recomputation** of one block (`linear_frontier`): every op that is not saved is recomputed, up to the early stop.
-  The cost of an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.
-  It is solved exactly by a sweep over non-dominated (bytes, cost) states.
-* **Recomputation with skips** (`closure_every`): an op whose output neither backward nor a recomputed op reads is left out.
-  Here decisions depend on each other, since a recomputed op requires its inputs: a closure problem with a budget.
+* **Recomputation of one block** (`closure_every`): an op whose output neither backward nor a recomputed op reads is left
+  out. So decisions depend on each other, since a recomputed op requires its inputs: a closure problem with a budget. It
+  is solved exactly by a sweep over non-dominated (bytes, cost) states.
+* **The same without skips** (`without_skips`): every op that is not saved is recomputed, up to the early stop. The cost of
+  an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.
 * **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes.
   This is a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
 
@@ -15,7 +15,7 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -24,9 +24,6 @@ try:  # of transformers; without it, merges of many mixes take some ten times as
     import numpy as np
 except ImportError:  # pragma: no cover
     np = None  # type: ignore[assignment]
-
-# Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact.
-EXACT_STATES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -66,30 +63,6 @@ class Mix:
     cost: float
     # For each kind, for each point of its frontier: the number of layers that use it.
     counts: tuple[tuple[int, ...], ...]
-
-
-def linear_replay_cost(ops: Sequence[Op], keep: int) -> float:
-    """Return the cost of recomputing everything that is not saved, which `linear_frontier` minimises."""
-    return sum(op.cost for i, op in enumerate(ops) if not keep >> i & 1)
-
-
-def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[Point, ...]:
-    """Return every best trade of bytes for cost without skips, from saving only the forced ops to recomputing nothing.
-
-    Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
-    below `max_states` non-dominated states; past that, states are thinned.
-    """
-    states: list[State] = [(0, sum(op.cost for op in ops), 0)]
-    for i, op in enumerate(ops):
-        if op.forced == "save":
-            states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
-        elif op.forced is None and op.keepable and op.cost > 0:
-            added = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
-            # Both are sorted: timsort sees the two runs and merges them in linear time.
-            states = _few(non_dominated(sorted(states + added)), max_states)
-    # Costs are summed afresh: no rounding is left over from the sweep's subtractions.
-    points = (Point(b, linear_replay_cost(ops, keep), keep) for b, _, keep in states)
-    return tuple(non_dominated(points, attrgetter("cost")))
 
 
 Each = TypeVar("Each")
@@ -246,18 +219,22 @@ def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Po
     Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs
     they require, their bytes and their cost. Layers are nearly chains, so that few outputs are required at a time. Past
     `max_states` states, those that require the same outputs are thinned to an even share, spread over their bytes;
-    where too many different outputs are required at a time, it is the choices of `linear_frontier` with the ops they
-    may skip.
+    where too many different outputs are required at a time, it is the choices without skips, with the ops they may skip.
     """
     states: dict[int, list[State]] = {0: [(0, 0.0, 0)]}
     for i in reversed(range(len(ops))):
         states = _decided(ops[i], i, states)
         if sum(map(len, states.values())) > max_states:
             if 4 * len(states) > max_states:
-                return frontier(_point(ops, point.keep) for point in linear_frontier(ops))
+                return frontier(_point(ops, point.keep) for point in closure_every(without_skips(ops)))
             states = {required: thin(choices, max_states // len(states)) for required, choices in states.items()}
     best = non_dominated(sorted(state for choices in states.values() for state in choices))
     return frontier(_point(ops, keep) for _, _, keep in best)  # costs are summed afresh, in the order of the ops
+
+
+def without_skips(ops: Iterable[Op]) -> list[Op]:
+    """Return the ops of the problem in which each one that is not saved is recomputed."""
+    return [replace(op, reads=(), needed=True) for op in ops]
 
 
 def _point(ops: Sequence[Op], keep: int) -> Point:
