@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.pipeline import Pipeline
-from tests.checks import loss_of
+from tests.checks import loss_of, update
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,7 @@ def loop_peak_bytes(model: torch.nn.Module, batch: dict[str, Any], *, microbatch
             kept[:] = [out]
             loss_of(out).backward()
         del out
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     step()
     step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from nemo_like import parallelize
 from nemo_like.distributed.consistency_checks import check_same_batch, compare_batches, sharing_groups
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import FSDP2, PipelineParallel
-from tests.checks import assert_bitwise, whole
+from tests.checks import assert_bitwise, on_meta, whole
+from tests.models.blocks import Stack
 from tests.models.decoders import batch, build
-from tests.models.tiny import Decoder
+from tests.models.tiny import Block, Decoder
 from tests_distributed.counting import heard
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -58,16 +60,19 @@ def test_ranks_with_the_same_value_are_named_together() -> None:
     assert all("compile is 'inductor' on ranks 0, 2 and None on rank 1" in message for message in messages), messages
 
 
+CHANGES: dict[str, Callable[[Decoder], Any]] = {
+    "layers": lambda model: model.layers.append(Block()),
+    "dtype": lambda model: model.head.to(torch.bfloat16),
+    "frozen": lambda model: model.embed.requires_grad_(False),
+    "buffer": lambda model: model.register_buffer("mean", torch.zeros(2)),
+    "meta": lambda model: model.to("meta"),
+}
+
+
 def _other_model(rank: int, world_size: int, how: str) -> str:
-    model = Decoder(layers=3 + (how == "layers") * rank, width=16)
-    if rank == 1 and how == "dtype":
-        model.head.to(torch.bfloat16)
-    if rank == 1 and how == "frozen":
-        model.embed.requires_grad_(False)
-    if rank == 1 and how == "buffer":
-        model.register_buffer("mean", torch.zeros(2))
-    if rank == 1 and how == "meta":
-        model.to("meta")
+    model = Decoder()
+    if rank == 1:
+        CHANGES[how](model)
     with pytest.raises(ValueError) as raised:
         parallelize(model)
     assert not any(hasattr(p, "placements") for p in model.parameters())
@@ -110,22 +115,16 @@ def test_every_rank_has_the_first_ranks_weights(options: dict[str, Any]) -> None
     assert_bitwise([now, on_the_other], [first, first])
 
 
-class _Packed(nn.Module):
+class _Packed(Stack):
     """Weights in odd layouts and dtypes, which a checksum has to read without changing them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        super().__init__(nn.Linear(4, 4) for _ in range(3))
         self.register_buffer("transposed", torch.randn(3, 5).t())
         self.register_buffer("flags", torch.rand(7) > 0.5)
         self.register_buffer("none_at_all", torch.empty(0))
         self.register_buffer("scalar", torch.randn(()).to(torch.complex64))
         self.register_buffer("expanded", torch.randn(1, 4).expand(3, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
 
 
 def _odd_tensors(rank: int, world_size: int) -> list[torch.Tensor]:
@@ -135,8 +134,7 @@ def _odd_tensors(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def test_buffers_of_every_layout_come_from_the_first_rank() -> None:
-    first, second = run_ranks(2, _odd_tensors)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_bitwise(*run_ranks(2, _odd_tensors))
 
 
 def _said(rank: int, world_size: int, differ: bool) -> list[str]:
@@ -155,8 +153,7 @@ def test_a_broadcast_is_said_once_and_only_where_there_was_one() -> None:
 @on_ranks(2)
 def test_a_model_without_weights_is_left_as_it_is(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
-    with torch.device("meta"):
-        model = build("plain", seed=rank)
+    model = on_meta(build, "plain", seed=rank)
     parallelize(model)
     assert all(p.is_meta for p in model.parameters())
 

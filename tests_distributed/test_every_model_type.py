@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.options import DDP
 from nemo_like.planning.model.outside import loss_of
-from tests.checks import gradients_of
+from tests.checks import assert_near, backward, gradients_of
 from tests.tools.surveys import plans as plan_survey
 from tests.tools.surveys.tiny_models import ATTEMPTS, within
-from tests_distributed.expert.whole_gradients import assert_close
 from tests_distributed.spawn import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -69,8 +68,7 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...], ep: 
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)
     _seed()  # a router that draws (PhiMoE), or a mask in time (Wav2Vec2), draws the same twice
-    loss = loss_of(model(**sample))
-    loss.backward()
+    loss = backward(loss_of(model(**sample)))
     wanted = gradients_of(model)
     model.zero_grad()
     try:
@@ -80,14 +78,13 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...], ep: 
     except ValueError as error:
         return "has no experts tiny" if "no experts were found" in str(error) else f"refused: {error}"
     _seed()
-    part = loss_of(split(**sample))
-    part.backward()
+    part = backward(loss_of(split(**sample)))
     found = gradients_of(split.module if scalars else split)
     # An expert that no token came to has no gradient in one process, and one of zeros here.
     # The bias of keys has a gradient of rounding alone: softmax does not see it.
     least = 1e-6 * max(grad.norm() for grad in wanted.values())
     seen = {name: grad for name, grad in wanted.items() if grad.norm() > least}
-    assert_close({name: found[name] for name in seen}, seen, tolerance=1e-4)
+    assert_near({name: found[name] for name in seen}, seen, 1e-4, least=1e-8)
     assert all(not found[name].any() for name in found.keys() - wanted.keys())
     assert abs(part.item() - loss.item()) <= 1e-5 * abs(loss.item())
     return ""

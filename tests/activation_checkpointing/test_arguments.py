@@ -19,10 +19,8 @@ from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import AttentionLayer, Stack, checkpoint_region, under
-
-MODES = ["full", "selective", "submodule", "sequential"]
+from tests.checks import assert_bitwise, backward, gradients_of
+from tests.models.blocks import MODES, AttentionLayer, Stack, checkpoint_region, under
 
 
 @dataclass
@@ -255,8 +253,7 @@ def test_outputs_that_transformers_collects(ac: str, family: str) -> None:
         torch.manual_seed(0)
         out = made(tokens, labels=tokens, output_hidden_states=True, output_attentions=True, **options)
         loss = out.loss + sum(state.square().mean() for state in out.hidden_states)
-        loss = loss + sum(weights.square().sum() for weights in out.attentions)
-        loss.backward()
+        loss = backward(loss + sum(weights.square().sum() for weights in out.attentions))
         collected = {name: out[name] for name in ("hidden_states", "attentions", "router_logits") if name in out}
         assert len(collected) == 2 + len(options) and all(collected.values())
         return {**collected, **gradients_of(made)}

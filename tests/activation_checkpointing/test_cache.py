@@ -24,7 +24,7 @@ from nemo_like.activation_checkpointing import (
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.layers import find_layers
 from nemo_like.planning.planner import apply_plan
-from tests.checks import assert_bitwise, gradients_of, step
+from tests.checks import assert_bitwise, backward, gradients_of, seeded, step
 from tests.models.decoders import batch, loss_of
 from tests.models.decoders import build as build_decoder
 from tests.models.kv_shared import build as build_sharing
@@ -58,8 +58,7 @@ def test_packed_documents_are_apart_without_checkpointing_too(name: str) -> None
 
 
 def _packed_step(model: nn.Module, **more: object) -> dict[str, torch.Tensor]:
-    loss = _packed_loss(model, **more)
-    loss.backward()
+    loss = backward(_packed_loss(model, **more))
     return {"loss": loss, **gradients_of(model)}
 
 
@@ -231,8 +230,7 @@ class _WithFrozenConfig(nn.Module):
 def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: str) -> None:
     sample, gradients = {"input_ids": batch(2)}, {}
     for mode in ("none", ac):
-        torch.manual_seed(0)
-        model = parallelize(_WithFrozenConfig(), "single", mode, sample_input=sample, device="cpu")
+        model = parallelize(seeded(_WithFrozenConfig), "single", mode, sample_input=sample, device="cpu")
         torch.manual_seed(1)
         model(**sample, use_cache=False if mode == "none" else None).backward()
         gradients[mode] = gradients_of(model)

@@ -25,7 +25,7 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Tor
 from nemo_like.offload import offload_activations
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import NotingTransfer, Stack, checkpoint_region, train
+from tests.models.blocks import NotingTransfer, Stack, checkpoint_region, train, under
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -201,19 +201,6 @@ class Mlp(nn.Module):
         return x + self.down(h.tanh())
 
 
-def sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
-
-
-def encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True)
-
-
-def mixed() -> nn.Module:
-    """PyTorch's own class around one of ours: Dynamo compiles the piece inside."""
-    return nn.Sequential(nn.Linear(D, D), Mlp(), nn.Tanh())
-
-
 class Looping(nn.Module):
     """Dynamo leaves the whole frame to eager."""
 
@@ -228,18 +215,18 @@ class Looping(nn.Module):
         return x
 
 
-def breaking_mlp() -> nn.Module:
-    return Mlp(breaks=True)
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "sequential": sequential, "encoder": encoder, "mixed": mixed, "breaking": breaking_mlp, "looping": Looping,
-}  # fmt: skip
+    "sequential": lambda: nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)),
+    "encoder": lambda: nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True),
+    # PyTorch's own class around one of ours: Dynamo compiles the piece inside.
+    "mixed": lambda: nn.Sequential(nn.Linear(D, D), Mlp(), nn.Tanh()),
+    "breaking": lambda: Mlp(breaks=True),
+    "looping": Looping,
+}
 
 
-def stack(make: Callable[[], nn.Module]) -> Stack:
-    torch.manual_seed(0)
-    return Stack(make() for _ in range(4))
+def stack(make: Callable[[], nn.Module], count: int = 4) -> Stack:
+    return under("none", lambda: Stack(make() for _ in range(count)))
 
 
 def wrapped_compiled(make: Callable[[], nn.Module], policy: str, backend: Any) -> Stack:
@@ -328,8 +315,7 @@ class Router(nn.Module):
 
 
 def routers(**kwargs: bool) -> Stack:
-    torch.manual_seed(0)
-    return Stack(Router(**kwargs) for _ in range(2))
+    return stack(lambda: Router(**kwargs), 2)
 
 
 def wrapped(policy: Policy, transfer: Any = None, **kwargs: bool) -> Stack:

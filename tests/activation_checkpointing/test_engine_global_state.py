@@ -18,7 +18,7 @@ from nemo_like.activation_checkpointing.engine import global_state
 from nemo_like.activation_checkpointing.engine.global_state import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.checks import assert_bitwise
+from tests.checks import assert_bitwise, seeded
 from tests.models.blocks import LlamaBlock, checkpoint_region, gradients, region
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy()}
@@ -29,8 +29,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.
 @pytest.mark.parametrize("cache", [True, False])
 def test_two_forwards_under_one_autocast(policy, cache):
     # Known failure 17: the second forward finds its weights cast already, the replays don't.
-    torch.manual_seed(0)
-    block = LlamaBlock(32)
+    block = seeded(LlamaBlock, 32)
     a, b = torch.randn(1, 8, 32), torch.randn(1, 8, 32)
 
     def both(call):

@@ -15,7 +15,7 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.blocks import Stack, under
 from tests.models.decoders import PlainBlock
 
@@ -53,8 +53,7 @@ ROUTERS = {
 
 
 def build(config):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().train()
+    model = seeded(transformers.AutoModelForCausalLM.from_config, config).float().train()
     return model, model.model.layers
 
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, SelectivePolicy
@@ -22,8 +21,8 @@ from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, PlanMismatchError
-from tests.checks import assert_bitwise
-from tests.models.blocks import checkpoint_region, gradients
+from tests.checks import assert_bitwise, seeded
+from tests.models.blocks import MODES, Operators, checkpoint_region, gradients
 from tests.models.loops import Action, LoopModel, differences, loops, models, run_loop
 
 WIDTH, ROWS = 8, 6
@@ -56,44 +55,20 @@ class RandomBlock(nn.Module):
         return x
 
     def step(self, name, own, x, previous, first):
-        if name in ("linear", "biased"):
-            return own(x)
-        if name == "shared":
-            return self.shared(x)
         if name in _POINTWISE:
             return _POINTWISE[name](x)
         if name in _INPLACE:
             return _INPLACE[name](x * self.scale, first)
-        return getattr(self, name)(own, x, previous, first)
+        if name == "residual":
+            return x + own(previous)
+        return _WITH_WEIGHTS[name](self, own, x) if name in _WITH_WEIGHTS else getattr(self, name)(own, x)
 
-    def layer_norm(self, own, x, previous, first):
-        return self.norm(x)
-
-    def rms_norm(self, own, x, previous, first):
-        return F.rms_norm(x, (WIDTH,), self.scale)
-
-    def attention(self, own, x, previous, first):
+    def attention(self, own, x):
         q = x.view(1, ROWS, 2, 4).transpose(1, 2)
         k = own(x).view(1, ROWS, 2, 4).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).reshape(ROWS, WIDTH)
 
-    def branch(self, own, x, previous, first):
-        return own(x).tanh() * self.shared(x).sigmoid()
-
-    def residual(self, own, x, previous, first):
-        return x + own(previous)
-
-    def strided(self, own, x, previous, first):
-        return own(x)[:, ::2].repeat(1, 2)
-
-    def split(self, own, x, previous, first):
-        a, b = own(x).split(4, dim=1)
-        return torch.cat([b, a], 1)
-
-    def gather(self, own, x, previous, first):
-        return own(x[x.detach().sum(-1).argsort(stable=True)])
-
-    def moe(self, own, x, previous, first):
+    def moe(self, own, x):
         weights, chosen = torch.topk(own(x)[:, :3].softmax(-1), 2, dim=-1)
         weights /= weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -102,33 +77,36 @@ class RandomBlock(nn.Module):
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
         return out + x
 
-    def max(self, own, x, previous, first):
-        return own(x) / (x.abs().max() + 1)
-
-    def no_grad(self, own, x, previous, first):
+    def no_grad(self, own, x):
         with torch.no_grad():
             gate = own(x).sigmoid()
         return x * gate
 
-    def checkpoint_again(self, own, x, previous, first):
-        return checkpoint_region(lambda t: own(t).tanh(), x, policy=SelectivePolicy(every_nth_matmul=None))
-
-    def out_variant(self, own, x, previous, first):
+    def out_variant(self, own, x):
         buffer = torch.empty(ROWS, WIDTH)
         with torch.no_grad():
             torch.mm(x, own.weight, out=buffer)
         return x + own(buffer)
 
-    def einsum(self, own, x, previous, first):
-        return torch.einsum("ij,kj->ik", x, own.weight)
 
-    def conv(self, own, x, previous, first):
-        return F.conv1d(x.unsqueeze(1), self.kernel, padding=1).squeeze(1)
-
-    def item(self, own, x, previous, first):
-        return own(x) if x.detach().sum().item() > 0 else own(x) * 2
-
-
+_WITH_WEIGHTS = {
+    "linear": lambda block, own, x: own(x),
+    "biased": lambda block, own, x: own(x),
+    "shared": lambda block, own, x: block.shared(x),
+    "layer_norm": lambda block, own, x: block.norm(x),
+    "rms_norm": lambda block, own, x: F.rms_norm(x, (WIDTH,), block.scale),
+    "branch": lambda block, own, x: own(x).tanh() * block.shared(x).sigmoid(),
+    "strided": lambda block, own, x: own(x)[:, ::2].repeat(1, 2),
+    "split": lambda block, own, x: torch.cat(own(x).split(4, dim=1)[::-1], 1),
+    "gather": lambda block, own, x: own(x[x.detach().sum(-1).argsort(stable=True)]),
+    "max": lambda block, own, x: own(x) / (x.abs().max() + 1),
+    "checkpoint_again": lambda block, own, x: checkpoint_region(
+        lambda t: own(t).tanh(), x, policy=SelectivePolicy(every_nth_matmul=None)
+    ),
+    "einsum": lambda block, own, x: torch.einsum("ij,kj->ik", x, own.weight),
+    "conv": lambda block, own, x: F.conv1d(x.unsqueeze(1), block.kernel, padding=1).squeeze(1),
+    "item": lambda block, own, x: own(x) if x.detach().sum().item() > 0 else own(x) * 2,
+}
 _POINTWISE = {
     "gelu": F.gelu,
     "silu": F.silu,
@@ -164,30 +142,18 @@ def _written_slice(x, first):
     return x
 
 
-class Watch(TorchDispatchMode):
-    """Every call of a trackable operator, in order, as the engine's forward sees them."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if table.facts(func).tracked:
-            self.calls.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def make(steps, seed):
     torch.manual_seed(seed)
     return RandomBlock(steps), torch.randn(ROWS, WIDTH)
 
 
 def calls_of(block, x):
+    """Every call of a trackable operator, in order, as the engine's forward sees them."""
     torch.manual_seed(0)
     x = x.clone().requires_grad_() * 1
-    with Watch() as watch:
+    with Operators() as seen:
         block(x)
-    return watch.calls
+    return [op for op in seen.ops if table.facts(op).tracked]
 
 
 def allowed(op, skip):
@@ -280,13 +246,11 @@ def test_long(check):
     settings(max_examples=PROPERTIES[check], **quiet)(given(case=blocks, data=st.data())(check))()
 
 
-MODES = ("full", "selective", "submodule", "sequential")
 
 
 def outcome_of(kinds: tuple[str, ...], actions: list[Action], mode: str) -> str:
     """``same``, ``error`` (of the checkpointed model alone) or ``both`` raise; anything else fails."""
-    torch.manual_seed(1)
-    bare = LoopModel(kinds)
+    bare = seeded(LoopModel, kinds, seed=1)
     wrapped = LoopModel(kinds)
     wrapped.load_state_dict(bare.state_dict())
     apply_activation_checkpointing(wrapped, mode)

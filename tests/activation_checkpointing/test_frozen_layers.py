@@ -15,30 +15,14 @@ from nemo_like._util.module_tree import bare
 from nemo_like.layers import find_layers
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.resolve import config_specs
-from tests.checks import assert_bitwise, gradients_of, same, step
-from tests.models.blocks import Stack, count_runs, under
-from tests.models.decoders import VOCAB, WIDTH, DecoderWithLoss, PlainDecoder
+from tests.checks import assert_bitwise, gradients_of, same, seeded, step
+from tests.models.blocks import MODES, Stack, count_runs, under
+from tests.models.decoders import VOCAB, WIDTH, DecoderWithLoss, PlainDecoder, Prompted
 from tests.models.families import FAMILIES, text
 
 peft = pytest.importorskip("peft")
 
-MODES = ("full", "selective", "submodule", "sequential")
 IDS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
-
-
-class Prompted(nn.Module):
-    """Prompt tuning: trained vectors before the tokens, and a decoder in which nothing trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = PlainDecoder().requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(4, WIDTH))  # registered behind the layers, as adapters are
-
-    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> ()
-        x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.decoder.embed(ids)], dim=1)
-        for block in self.decoder.blocks:
-            x = block(x)
-        return self.decoder.head(self.decoder.norm(x)).square().mean()
 
 
 def _trained(*trained: str) -> Callable[[], nn.Module]:
@@ -63,8 +47,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[int]]] = {
 
 
 def _built(case: str) -> nn.Module:
-    torch.manual_seed(0)
-    return CASES[case][0]().train()
+    return seeded(CASES[case][0]).train()
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -73,10 +56,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _counting(model: nn.Module) -> Counter[int]:
     """How often each layer runs, by its index, from now on."""
-    ran: Counter[int] = Counter()
-    for index, layer in enumerate(find_layers(model)):
-        count_runs(bare(layer.module), index, ran)
-    return ran
+    return count_runs((index, bare(layer.module)) for index, layer in enumerate(find_layers(model)))
 
 
 @pytest.mark.parametrize("ac", MODES)
@@ -160,29 +140,25 @@ def test_stage_one_of_a_vision_language_model(ac: str) -> None:
         assert ran == {index: 1 if group == "vision" else 2 for index, group in enumerate(groups)}
 
 
-def test_prompt_tuning_by_peft() -> None:
-    peft = pytest.importorskip("peft")
-    gradients = {}
-    for ac in ("none", *MODES):
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(FAMILIES["llama"].build(), config)
-        apply_activation_checkpointing(model, ac)
-        FAMILIES["llama"].step(model).backward()
-        gradients[ac] = gradients_of(model)
-        assert gradients["none"]
-        assert_bitwise(gradients[ac], gradients["none"], ac)
+EXPERTS = dict(r=2, target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False)
 
 
-def test_two_forwards_before_a_backward_with_adapters_on_fused_experts() -> None:
-    # PEFT writes a fused weight's own values into it in each forward: a schedule of a pipeline makes several of them.
+@pytest.mark.parametrize(
+    ("name", "config", "forwards"),
+    [
+        ("llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), 1),
+        # PEFT writes a fused weight's own values into it in each forward: a schedule of a pipeline makes several of them.
+        ("qwen3_moe", lambda: peft.LoraConfig(**EXPERTS), 2),
+    ],
+)
+def test_forwards_before_a_backward_with_prompts_and_with_adapters_on_fused_experts(
+    name: str, config: Callable[[], Any], forwards: int
+) -> None:
     gradients = {}
     for ac in ("none", *MODES):
-        config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(FAMILIES["qwen3_moe"].build(), config)
+        model = seeded(lambda: peft.get_peft_model(FAMILIES[name].build(), config()))
         apply_activation_checkpointing(model, ac)
-        for loss in [FAMILIES["qwen3_moe"].step(model) for _ in range(2)]:
+        for loss in [FAMILIES[name].step(model) for _ in range(forwards)]:
             loss.backward()
         gradients[ac] = gradients_of(model)
         assert gradients["none"]
@@ -226,7 +202,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return step(model, seed=3, **batch())
 
 
-@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+@pytest.mark.parametrize("ac", MODES)
 def test_gradients_are_those_of_the_bare_model(ac: str) -> None:
     expected = gradients(adapted(INVOCATION))
     assert not same(gradients(adapted()), expected)  # so the offsets do count

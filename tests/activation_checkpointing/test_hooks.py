@@ -16,10 +16,9 @@ from nemo_like import CheckpointConfig, parallelize
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import checkpoint_region, region, under
+from tests.models.blocks import MODES, checkpoint_region, region, under
 
 D = 8
-MODES = ["full", "selective", "submodule", "sequential"]
 SCALE = {"factor": 1.0}
 ENDS: list[int] = []
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import io
 import pickle
 import weakref
@@ -28,6 +27,7 @@ from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, gradients_of, step
+from tests.models.blocks import under, without_collector
 from tests.models.decoders import batch, build, loss_of
 
 D = 8
@@ -59,8 +59,7 @@ class Twice(Block):
 
 
 def _blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), Block())
+    return under("none", lambda: nn.Sequential(Block(), Block(), Block()))
 
 
 def _ready(model: nn.Module, mode: str) -> Any:
@@ -104,12 +103,9 @@ def test_a_model_is_freed_without_the_collector(mode: str) -> None:
     model = _ready(_blocks(), mode)
     model(torch.ones(2, D)).sum().backward()
     weight = weakref.ref(model[0].mlp[0].weight)
-    gc.disable()
-    try:
+    with without_collector():
         del model
         assert weight() is None
-    finally:
-        gc.enable()
 
 
 def test_objects_nest_in_one_order_and_print() -> None:

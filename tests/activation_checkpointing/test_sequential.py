@@ -18,20 +18,8 @@ from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
-from tests.checks import assert_bitwise
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int = 8, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = nn.functional.gelu(self.up(self.norm(x)))
-        return x + self.dropout(self.down(hidden if bias is None else hidden + bias))
+from tests.checks import assert_bitwise, seeded
+from tests.models.blocks import DroppingBlock, Stack
 
 
 def apply_sequential_checkpointing(model, layers, segments=None, **options):
@@ -45,7 +33,7 @@ def apply_sequential_checkpointing(model, layers, segments=None, **options):
 
 def chain(layers: int, **options) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(**options) for _ in range(layers)])
+    return nn.Sequential(*[DroppingBlock(**options) for _ in range(layers)])
 
 
 def step(model: nn.Module, *inputs) -> tuple[int, dict[str, torch.Tensor]]:
@@ -82,12 +70,11 @@ def test_a_chain_keeps_the_inputs_of_its_segments(segments, dropout):
     assert segmented.state_dict().keys() == plain.state_dict().keys()
 
 
-class OwnLoop(nn.Module):
+class OwnLoop(Stack):
     """Adds to the stream between layers, passes one tensor to several, changes one in place, and may skip a layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        super().__init__(DroppingBlock() for _ in range(4))
         self.table = nn.Parameter(torch.randn(32))
         self.skip: int | None = None
 
@@ -106,8 +93,7 @@ class OwnLoop(nn.Module):
 
 @pytest.mark.parametrize("skip", [None, 0, 2, 3])
 def test_what_happens_between_the_layers_is_kept_not_replayed(skip):
-    torch.manual_seed(0)
-    plain = OwnLoop()
+    plain = seeded(OwnLoop)
     plain.skip = skip
     segmented = copy.deepcopy(plain)
     apply_sequential_checkpointing(segmented, list(segmented.layers), 1)
@@ -129,17 +115,13 @@ def test_second_derivatives_through_segments():
 
 
 def test_a_dropped_graph_takes_everything_with_it():
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Block(), Block()])
-
+    class Mixing(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             middle = self.layers[0](x) * 2  # kept by the segment and made from its own output: no cycle may form
             self.seen = weakref.ref(middle)
             return self.layers[1](middle)
 
-    model = Mixing()
+    model = Mixing([DroppingBlock(), DroppingBlock()])
     apply_sequential_checkpointing(model, list(model.layers), 1)
     with LiveBytes():  # in which Python's collector is off
         out = model(torch.randn(4, 8))
@@ -178,19 +160,17 @@ def test_an_input_changed_in_place_is_an_error_naming_the_layer():
 def test_wrong_arguments_change_nothing():
     model = chain(3)
     modules = list(model)
-    for options, says in (
-        ({"segments": 0}, "segments is 0"),
-        ({"segments": 4}, "segments is 4"),
-        ({"segments": True}, "segments is True"),
-        ({"weights": [1, 2]}, "weights is"),
-        ({"weights": [1, 2, -1]}, "weights is"),
+    for layers, options, says in (
+        (modules, {"segments": 0}, "segments is 0"),
+        (modules, {"segments": 4}, "segments is 4"),
+        (modules, {"segments": True}, "segments is True"),
+        (modules, {"weights": [1, 2]}, "weights is"),
+        (modules, {"weights": [1, 2, -1]}, "weights is"),
+        ([*model, DroppingBlock()], {}, "not a sub-module"),
+        ([], {}, "no layers"),
     ):
         with pytest.raises(ValueError, match=says):
-            apply_sequential_checkpointing(model, list(model), **options)
-    with pytest.raises(ValueError, match="not a sub-module"):
-        apply_sequential_checkpointing(model, [*model, Block()])
-    with pytest.raises(ValueError, match="no layers"):
-        apply_sequential_checkpointing(model, [])
+            apply_sequential_checkpointing(model, layers, **options)
     assert list(model) == modules
     apply_sequential_checkpointing(model, list(model))
     with pytest.raises(TypeError, match="already checkpointed"):

@@ -17,10 +17,9 @@ from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import walk_of
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import Stack, checkpoint_region, under
+from tests.models.blocks import MODES, Stack, checkpoint_region, under
 
 np = pytest.importorskip("numpy")
-MODES = ["full", "selective", "submodule", "sequential"]
 WHOLE = ["full", "selective", "sequential"]
 
 

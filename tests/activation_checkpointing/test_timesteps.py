@@ -13,7 +13,7 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
-from tests.checks import assert_bitwise, gradients_of, step
+from tests.checks import assert_bitwise, gradients_of, seeded, step
 
 
 def unroll(cell, inputs, state):
@@ -47,9 +47,7 @@ class LeakyIntegrateAndFire(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.into = nn.Linear(inputs, hidden)
-        self.out = nn.Linear(hidden, classes)
-        self.dropout = nn.Dropout(dropout)
+        self.into, self.out, self.dropout = nn.Linear(inputs, hidden), nn.Linear(hidden, classes), nn.Dropout(dropout)
 
     def forward(self, spikes, state):
         potential = 0.9 * state["hidden"] + self.into(spikes)
@@ -83,8 +81,7 @@ def spike_trains(steps: int, batch: int, seed: int = 0) -> tuple[torch.Tensor, t
 
 
 def test_a_spiking_network_learns_as_without_checkpoints():
-    torch.manual_seed(0)
-    plain = LeakyIntegrateAndFire(15, 24, 10, dropout=0.1)
+    plain = seeded(LeakyIntegrateAndFire, 15, 24, 10, dropout=0.1)
     checkpointed = copy.deepcopy(plain)
     losses = {}
     for name, model, run in (("plain", plain, unroll), ("checkpointed", checkpointed, checkpoint_timesteps)):
@@ -109,8 +106,7 @@ def test_a_spiking_network_learns_as_without_checkpoints():
 
 def held_and_peak(steps: int, chunk_size: int | None) -> tuple[int, int, nn.Module]:
     """Bytes held between forward and backward, and at the peak of backward, of a loss on the last state alone."""
-    torch.manual_seed(0)
-    model = LeakyIntegrateAndFire(15, 24, 10)
+    model = seeded(LeakyIntegrateAndFire, 15, 24, 10)
     spikes, labels = spike_trains(steps, 4)
     state = model.rest(4)
     sum(parameter.sum() * 0 for parameter in model.parameters()).backward()  # the gradients are there from here on
@@ -155,11 +151,9 @@ CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("cell_class", CELLS)
 def test_pytorchs_cells_over_1000_steps(cell_class):
-    torch.manual_seed(0)
-    plain = cell_class(5, 7)
+    plain = seeded(cell_class, 5, 7)
     checkpointed = copy.deepcopy(plain)
-    results = []
-    kept = []
+    results, kept = [], []
     for cell, run in ((plain, unroll), (checkpointed, checkpoint_timesteps)):
         torch.manual_seed(1)
         inputs = torch.randn(1000, 3, 5, requires_grad=True)
@@ -215,12 +209,10 @@ class OwnLoop(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.LSTMCell(3, 8)
-        self.gain = nn.Parameter(torch.ones(8))
+        self.cell, self.gain = nn.LSTMCell(3, 8), nn.Parameter(torch.ones(8))
 
     def forward(self, inputs):
-        state = None
-        outputs = []
+        state, outputs = None, []
         for number, member in enumerate(inputs.unbind(0)):
             state = self.cell(member, state)
             if number % 7 == 3:  # no output of the cell any more: has to be kept, and is
@@ -230,8 +222,7 @@ class OwnLoop(nn.Module):
 
 
 def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
-    torch.manual_seed(0)
-    plain = OwnLoop()
+    plain = seeded(OwnLoop)
     checkpointed = copy.deepcopy(plain)
     placed = apply_specs(checkpointed, chunks_of_calls(["cell"], 25))
     assert placed == {"cell": checkpointed.cell} and checkpointed.state_dict().keys() == plain.state_dict().keys()
@@ -246,8 +237,7 @@ class OneCell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.GRUCell(4, 6)
+        self.cell = seeded(nn.GRUCell, 4, 6)
 
     def forward(self, inputs):  # (T, B, 4)
         state = inputs.new_zeros(inputs.shape[1], 6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
@@ -48,11 +46,9 @@ def test_frozen_towers_are_not_replayed(name: str) -> None:
     towers = {
         fqn: "vision" if any(word in fqn for word in TOWERS["vision"]) else "language" for fqn, _ in _layers(model)
     }
-    ran: Counter[str] = Counter()
+    ran = count_runs(_layers(model))
     for fqn, module in _layers(model):
-        count_runs(module, fqn, ran)
-        if towers[fqn] == "vision":
-            module.requires_grad_(False)
+        module.requires_grad_(towers[fqn] != "vision")
     apply_activation_checkpointing(model, "full")
     for other in model.modules():  # what stands before the tower's layers is frozen, too
         if "vision" in type(other).__name__.lower():
@@ -105,9 +101,7 @@ def _gradients(family: Family, model: nn.Module, mode: str = "none") -> dict[str
 def test_frozen_tower_with_adapters_is_checkpointed() -> None:
     """Every base weight is frozen; gradients flow through the layers above those that hold adapters."""
     model = with_lora(FAMILIES["llava"].build(), r".*vision_tower.*q_proj")
-    ran: Counter[str] = Counter()
-    for fqn, module in _layers(model):
-        count_runs(module, fqn, ran)
+    ran = count_runs(_layers(model))
     apply_activation_checkpointing(model, "full")
     FAMILIES["llava"].step(model).backward()
     assert set(ran.values()) == {2} and len(ran) == 4

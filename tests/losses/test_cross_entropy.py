@@ -19,8 +19,8 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import cast_as_weight
-from tests.checks import assert_bitwise
-from tests.losses.whole_logits import D, N, V, alike, close, gradients, inputs, plain
+from tests.checks import assert_bitwise, assert_near
+from tests.losses.whole_logits import D, N, V, alike, gradients, inputs, plain
 from tests.models import decoders
 from tests.models.blocks import Operators
 
@@ -109,7 +109,7 @@ def test_any_module_is_a_head(head_of):
     head = head_of(linear)
     ours, theirs = chunked_cross_entropy(hidden, head, labels, chunk_tokens=5), plain(hidden, head, labels)
     params = [p for p in head.parameters() if p.requires_grad]
-    close(*(torch.autograd.grad(loss, [hidden, *params]) for loss in (ours, theirs)))
+    assert_near(*(torch.autograd.grad(loss, [hidden, *params]) for loss in (ours, theirs)))
 
 
 def test_hooks_of_a_head_see_every_chunk():
@@ -132,7 +132,7 @@ def test_frozen_parts(frozen):
     leaf = {"head": hidden, "trunk": head.weight}.get(frozen)
     assert ours.requires_grad == (leaf is not None)
     if leaf is not None:
-        close(torch.autograd.grad(ours, leaf), torch.autograd.grad(theirs, leaf))
+        assert_near(torch.autograd.grad(ours, leaf), torch.autograd.grad(theirs, leaf))
 
 
 def test_tied_weight_gets_both_gradients():
@@ -145,7 +145,7 @@ def test_tied_weight_gets_both_gradients():
         embedding.zero_grad()
         loss(embedding(tokens)).backward()
         found.append([embedding.weight.grad.clone()])
-    close(*found)
+    assert_near(*found)
 
 
 def test_several_backwards_and_accumulation():
@@ -230,7 +230,7 @@ def test_autocast_computes_in_its_dtype():
             value = loss(hidden, head, labels)
         found.append((value, gradients(value, hidden, head)))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
-    close(found[0][1], found[1][1], 1e-2)
+    assert_near(found[0][1], found[1][1], 1e-2)
     assert head.weight.dtype == torch.float32
 
 
@@ -239,7 +239,7 @@ def test_autocast_of_log_probs_holds_in_backward():
     with torch.autocast("cpu", torch.bfloat16):
         value = chunked_log_probs(hidden, Capped(head), labels, chunk_tokens=16)
         other = -plain(hidden, Capped(head), labels, reduction="none")
-    close(gradients(value.sum(), hidden, head), gradients(other.sum(), hidden, head), 1e-2)
+    assert_near(gradients(value.sum(), hidden, head), gradients(other.sum(), hidden, head), 1e-2)
 
 
 def test_float16_keeps_small_gradients():
@@ -247,7 +247,7 @@ def test_float16_keeps_small_gradients():
     exact_head, exact = copy.deepcopy(head).float(), hidden.detach().float().requires_grad_()
     right = gradients(plain(exact, exact_head, labels) * 2**16, exact, exact_head)
     ours = chunked_cross_entropy(hidden, head, labels, chunk_tokens=64) * 2**16  # as a GradScaler scales
-    close(gradients(ours, hidden, head), right, 2e-3)
+    assert_near(gradients(ours, hidden, head), right, 2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -273,7 +273,7 @@ def test_log_probs_for_a_preference_loss():
     theirs = torch.where(labels == -100, 0, logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0])
     torch.testing.assert_close(ours, theirs)
     found = [-F.logsigmoid(values[0].sum() - values[1].sum()) for values in (ours, theirs)]
-    close(gradients(found[0], hidden, head), gradients(found[1], hidden, head))
+    assert_near(gradients(found[0], hidden, head), gradients(found[1], hidden, head))
 
 
 def test_dropout_in_a_head_draws_the_same_twice():
@@ -285,7 +285,7 @@ def test_dropout_in_a_head_draws_the_same_twice():
     found = gradients(ours.sum(), hidden, head)
     torch.manual_seed(5)
     theirs = -plain(hidden, head, labels, reduction="none")
-    close([ours, *found], [theirs, *gradients(theirs.sum(), hidden, head)])
+    assert_near([ours, *found], [theirs, *gradients(theirs.sum(), hidden, head)])
 
 
 @pytest.mark.parametrize(
@@ -321,11 +321,10 @@ def test_sums_in_the_dtype_of_the_head():
     options = ChunkedLoss(chunk_tokens=8, grads_in_float32=False)
     peak = LiveBytes()
     with peak:
-        loss = chunked_cross_entropy(hidden, head, labels, options=options)
-        loss.backward()
+        chunked_cross_entropy(hidden, head, labels, options=options).backward()
     assert peak.live <= 300 * D * 2 + 64 * D * 2 + 64
     theirs = gradients(plain(hidden, head, labels), hidden, head)
-    close([head.weight.grad.float()], theirs[1:], 3e-2)
+    assert_near([head.weight.grad.float()], theirs[1:], 3e-2)
 
 
 def test_a_head_that_casts_float32_to_its_weight_has_the_gradients_of_the_cast():
@@ -336,7 +335,7 @@ def test_a_head_that_casts_float32_to_its_weight_has_the_gradients_of_the_cast()
     head.register_forward_pre_hook(cast_as_weight)
     found = gradients(chunked_cross_entropy(wide, head, labels, chunk_tokens=8), wide, head)
     assert_bitwise(found[1:], expected[1:])
-    close(
+    assert_near(
         found[:1], expected[:1], 2**-8
     )  # of float32, the target's own part is added without rounding the sum to bfloat16
 
@@ -372,14 +371,14 @@ def _found(loss: Any, tokens: int, backend: str | None, **options: Any) -> list[
 )
 def test_every_chunk_runs_one_graph(loss: Any, options: dict[str, Any], graphs: int) -> None:
     for tokens in (40, 47, 90):  # the last chunk has 4, 2 and 9 tokens
-        for ours, eager in zip(_found(loss, tokens, "aot_eager", **options), _found(loss, tokens, None, **options)):
-            torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
+        ours, eager = (_found(loss, tokens, backend, **options) for backend in ("aot_eager", None))
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7)
         assert _graphs() == graphs
 
 
 def test_inductor() -> None:
-    for ours, eager in zip(_found(chunked_cross_entropy, 40, "inductor"), _found(chunked_cross_entropy, 40, None)):
-        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-7)
+    ours, eager = (_found(chunked_cross_entropy, 40, backend) for backend in ("inductor", None))
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-7)
     assert _graphs() == 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,9 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
+
+MODES = ("full", "selective", "submodule", "sequential")
+"""The words for checkpointing."""
 
 
 class Operators(TorchDispatchMode):
@@ -61,6 +66,19 @@ class LlamaBlock(nn.Module):
         x = x + self.o(a.transpose(1, 2).reshape(b, t, d))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class DroppingBlock(nn.Module):
+    """Norm and an MLP with dropout on a residual, (..., D) to the same; `bias` is added inside of it."""
+
+    def __init__(self, dim: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + self.dropout(self.down(hidden if bias is None else hidden + bias))
 
 
 class RouterBlock(nn.Module):
@@ -113,15 +131,29 @@ def under(ac: Any, make: Callable[[], nn.Module], **options: Any) -> Any:
     return model if ac == "none" else apply_activation_checkpointing(model, ac, **options)
 
 
-def count_runs(module: nn.Module, name: Any, ran: Counter[Any]) -> None:
-    """Count the runs of a module's forward from now on, those in recomputation too, where a hook is not called."""
+def count_runs(modules: Iterable[tuple[Any, nn.Module]]) -> Counter[Any]:
+    """Count, by name, the runs of modules' forwards from now on, those in recomputation too, where no hook is called."""
+    ran: Counter[Any] = Counter()
+    names = {module: name for name, module in modules}
 
     class Counting(Forward):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            ran.update([name])
+            ran.update([names[self.module]])
             return self.call(*args, **kwargs)
 
-    Counting(module).put()
+    for module in names:
+        Counting(module).put()
+    return ran
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Inside, Python's collector of reference cycles is off."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class NotingTransfer:

@@ -75,6 +75,21 @@ class DecoderWithLoss(PlainDecoder):
         return super().forward(ids).sum()
 
 
+class Prompted(nn.Module):
+    """Prompt tuning: trained vectors before the tokens, and a decoder in which nothing trains; (B, T) ids to a loss."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.decoder = PlainDecoder(dropout=dropout).requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(4, WIDTH))  # registered behind the layers, as adapters are
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.decoder.embed(ids)], dim=1)
+        for block in self.decoder.blocks:
+            x = block(x)
+        return self.decoder.head(self.decoder.norm(x)).square().mean()
+
+
 def build(name: str, seed: int = 0, use_cache: bool = False) -> nn.Module:
     """The decoder `name` of `NAMES`, weights drawn from `seed`, float32, in training mode.
 

@@ -20,11 +20,6 @@ from torch import Tensor, nn
 WIDTH, LENGTH, LAYERS = 8, 6, 4
 SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
-KINDS = (
-    "plain", "dropout", "counter", "coin", "context", "adapter", "batch_norm", "dict", "inplace", "refused", "generator",
-)  # fmt: skip
-
-
 class LoopBlock(nn.Module):
     """A residual block, (B, T, D) to (B, T, D), with one habit that a replay could get wrong."""
 
@@ -40,43 +35,34 @@ class LoopBlock(nn.Module):
 
     def forward(self, x: Tensor, seen: dict[str, Tensor]) -> Tensor:
         h = self.down(F.gelu(self.up(self.norm(x)))) * self.table * self.strength
-        return x + getattr(self, f"_{self.kind}")(h, seen)
+        return x + HABITS[self.kind](self, h, seen)
 
-    def _plain(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return h
 
-    def _dropout(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return F.dropout(h, 0.3, self.training)
+def _counter(block: LoopBlock, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    block.calls += 1
+    return (h * (1 + block.calls % 3)).tanh()
 
-    def _counter(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        self.calls += 1
-        return (h * (1 + self.calls % 3)).tanh()
 
-    def _coin(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return h.sin() if random.random() < 0.5 else h.cos()
+def _dict(block: LoopBlock, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    before = seen.get("sum")
+    seen["sum"] = h if before is None else before + h
+    return (h * seen["sum"]).tanh()
 
-    def _context(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return (h * SCALE.get()).sin()
 
-    def _adapter(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return h + self.adapters[self.active](h.tanh())
-
-    def _batch_norm(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return self.batch_norm(h.flatten(0, 1)).view_as(h)
-
-    def _dict(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        before = seen.get("sum")
-        seen["sum"] = h if before is None else before + h
-        return (h * seen["sum"]).tanh()
-
-    def _inplace(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return (h * 1).mul_(0.5).relu_()
-
-    def _refused(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return h.exp().mul_(0.5).relu_()  # autograd has saved the exponential
-
-    def _generator(self, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        return h * torch.rand(h.shape, generator=self.generator)
+HABITS: dict[str, Callable[[LoopBlock, Tensor, dict[str, Tensor]], Tensor]] = {
+    "plain": lambda block, h, seen: h,
+    "dropout": lambda block, h, seen: F.dropout(h, 0.3, block.training),
+    "counter": _counter,
+    "coin": lambda block, h, seen: h.sin() if random.random() < 0.5 else h.cos(),
+    "context": lambda block, h, seen: (h * SCALE.get()).sin(),
+    "adapter": lambda block, h, seen: h + block.adapters[block.active](h.tanh()),
+    "batch_norm": lambda block, h, seen: block.batch_norm(h.flatten(0, 1)).view_as(h),
+    "dict": _dict,
+    "inplace": lambda block, h, seen: (h * 1).mul_(0.5).relu_(),
+    "refused": lambda block, h, seen: h.exp().mul_(0.5).relu_(),  # autograd has saved the exponential
+    "generator": lambda block, h, seen: h * torch.rand(h.shape, generator=block.generator),
+}
+KINDS = tuple(HABITS)
 
 
 class LoopModel(nn.Module):

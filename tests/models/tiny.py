@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +34,23 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Headed(nn.Module):
+    """A linear map, three blocks, and heads of which a call uses one: (B, 8) to (B, 4)."""
+
+    def __init__(self, block: Callable[[], nn.Module] = lambda: Block(8)) -> None:
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(8, 8), nn.ModuleList(block() for _ in range(3))
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 4) for name in "abc"})
+
+    def forward(self, x: Tensor, head: str = "a") -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, head)
+        return self.heads[head](x)
 
 
 class Decoder(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from typing import Any
 
@@ -17,6 +18,7 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Sel
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from tests.checks import assert_bitwise
+from tests.models.blocks import without_collector
 from tests.offload.cases import Stack, config, gradients, stack_of
 
 
@@ -106,16 +108,13 @@ def test_32_two_hundred_steps_leak_nothing(how: str) -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=3)
     offloader = offload_activations(config(max_inflight_bytes=1), backend=Backend())
     live = []
-    gc.disable()  # the memory must go with the last reference
-    try:
+    with without_collector():  # the memory must go with the last reference
         for step in range(200):
             _step(offloader, model, how)
             if step in (2, 100, 199):
                 stats = offloader.collect()
                 tensors = sum(type(o) is torch.Tensor for o in gc.get_objects())
                 live.append((stats.host_live_bytes, tensors))
-    finally:
-        gc.enable()
     assert live[0] == live[1] == live[2]
     assert live[0][0] == 0
 
@@ -140,14 +139,10 @@ def test_35_host_decisions_move_instead_of_being_recomputed() -> None:
     assert decide(torch.ops.aten.addmm.default, 0) is HOST and policy.start()(torch.ops.aten.addmm.default, 0) is SAVE
     assert decide(torch.ops.aten.sin.default, 0) is RECOMPUTE
 
-    def layers() -> list[nn.Module]:
-        torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Softmax(-1)) for _ in range(2)]
-
     x = torch.randn(4, 16)
-    plain = Stack(layers())
+    plain = Stack(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Softmax(-1)) for _ in range(2))
+    model = Stack([CheckpointWrapper(layer, policy=policy) for layer in copy.deepcopy(plain).layers])
     plain(x).sum().backward()
-    model = Stack([CheckpointWrapper(layer, policy=policy) for layer in layers()])
     offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
     loss = model(x).sum()
     with FlopCounterMode(display=False) as backward:

@@ -14,6 +14,7 @@ from nemo_like.offload import offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.offloader import LAST_LAYER, PART
 from tests.checks import assert_bitwise
+from tests.models.blocks import without_collector
 from tests.offload.cases import MODES, Stack, config, gradients, offloaded, stack_of, trained
 
 WIDTH = 16
@@ -135,70 +136,36 @@ def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
 # -------------------------------------------------------------------------------- in-place changes
 
 
-def _change_result(x: torch.Tensor) -> torch.Tensor:
-    y = x.exp()  # saves its result
-    y.add_(1)
-    return y
+Of = Callable[[torch.Tensor], torch.Tensor]
+# How y is made of x, and read before a change; the change; how y is read behind it, where the first reading's graph is
+# dropped before the change; whether backward raises.
+IN_PLACE: dict[str, tuple[Of, Of, Of, Of | None, bool]] = {
+    "a result that is saved": (torch.exp, lambda y: y, lambda y: y.add_(1), None, True),
+    "a view of one": (torch.exp, lambda y: y, lambda y: y[1:3].mul_(2), None, True),
+    "an input that is saved": (torch.clone, torch.sin, lambda y: y.mul_(2), None, True),
+    "the base of a view that is saved": (torch.clone, lambda y: y[2:6].sin(), lambda y: y[7].mul_(2), None, True),
+    "an input, detached": (torch.clone, torch.sin, lambda y: y.detach().zero_(), None, True),
+    "nothing that is saved": (lambda x: x + 1, lambda y: y, lambda y: y.mul_(3), torch.sin, False),
+    "before it is saved": (torch.clone, lambda y: y, lambda y: y.add_(1), torch.sin, False),
+    "after a graph that is dropped": (torch.clone, torch.sin, lambda y: y.add_(1), lambda y: y.cos() * y, False),
+}
 
 
-def _change_input(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    z = y.sin()  # saves y
-    y.mul_(2)
-    return z
-
-
-def _change_base_of_view(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    z = y[2:6].sin()
-    y[7].mul_(2)
-    return z
-
-
-def _change_view_of_result(x: torch.Tensor) -> torch.Tensor:
-    y = x.exp()
-    y[1:3].mul_(2)
-    return y
-
-
-def _change_unread(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1  # saves nothing
-    y.mul_(3)
-    return y.sin()
-
-
-def _change_before_saving(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    y.add_(1)
-    return y.sin()
-
-
-def _save_change_save(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    dead = y.sin()  # saves y, and its graph is dropped
-    del dead
-    y.add_(1)
-    return y.cos() * y
-
-
-def _detached_change(x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    z = y.sin()
-    y.detach().zero_()
-    return z
-
-
-@pytest.mark.parametrize(
-    ("function", "raises"),
-    [
-        (_change_result, True), (_change_input, True), (_change_base_of_view, True), (_change_view_of_result, True),
-        (_change_unread, False), (_change_before_saving, False), (_save_change_save, False), (_detached_change, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("case", IN_PLACE)
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
-def test_in_place_changes_raise_exactly_where_autograd_does(
-    function: Callable[[torch.Tensor], torch.Tensor], raises: bool, min_bytes: int
-) -> None:
+def test_in_place_changes_raise_exactly_where_autograd_does(case: str, min_bytes: int) -> None:
+    make, before, change, behind, raises = IN_PLACE[case]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = make(x)
+        read = before(y)
+        if behind is None:
+            change(y)
+            return read
+        del read
+        change(y)
+        return behind(y)
+
     x = torch.randn(8, 8, requires_grad=True)
     with offload_activations(config(min_bytes=min_bytes), backend=Backend()) as offloader:
         loss = function(x).sum()
@@ -328,12 +295,9 @@ def test_what_is_kept_forms_no_reference_cycle() -> None:
     with offload_activations(config(min_bytes=1 << 20), backend=Backend()):
         y = x.exp()  # saves its own result
     gone = weakref.ref(y)
-    gc.disable()
-    try:
+    with without_collector():
         del y
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_the_tail_is_read_where_it_still_lies() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like._util.module_tree import bare_name
-from tests.checks import gradients_of
+from tests.checks import backward, gradients_of
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
 from tests.models.tied_decoder import Attention, TiedDecoder
 
@@ -164,11 +164,22 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
     """One forward and backward; the gradients are taken away again."""
-    loss = loss_of(model(**inputs))
-    loss.backward()
-    found = gradients(model)
+    loss, found = backward(loss_of(model(**inputs))), gradients(model)
     model.zero_grad()
     return loss.item(), found
+
+
+Step = tuple[float, Mapping[str, Tensor]]
+"""A loss, and gradients by name."""
+
+
+def off(found: Step, expected: Step, loss: float = LOSS) -> list[str]:
+    """Where one step is not another: its loss, by more than `loss` of it, and `differences` of gradients."""
+    return off_loss(found[0], expected[0], loss) + differences(found[1], expected[1])
+
+
+def off_loss(found: float, expected: float, loss: float = LOSS) -> list[str]:
+    return [] if abs(found - expected) <= loss * abs(expected) else [f"loss {found} for {expected}"]
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
@@ -191,15 +202,13 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 def wrong_in_modes(whole: nn.Module, inputs: Mapping[str, Any], cp: Any, modes: Sequence[str]) -> list[str]:
     """Where cut sequences are not those of one process under some mode, or not with the bits of the first one."""
-    loss, expected = step(copy.deepcopy(whole), inputs)
+    expected = step(copy.deepcopy(whole), inputs)
     wrong: list[str] = []
-    first: dict[str, Tensor] | None = None
+    first: dict[str, Tensor] = {}
     for mode in modes:
         sample = inputs if mode == "50%" else None
-        found, grads = step(parallelize(copy.deepcopy(whole), ac=mode, cp=cp, sample_input=sample), inputs)
-        if not abs(found - loss) <= LOSS * abs(loss):
-            wrong.append(f"{mode}: loss {found} for {loss}")
-        wrong += [f"{mode}: {text}" for text in differences(grads, expected)]
-        first = grads if first is None else first
-        wrong += [f"{mode}: {name} is not as without" for name in grads if not torch.equal(grads[name], first[name])]
+        found = step(parallelize(copy.deepcopy(whole), ac=mode, cp=cp, sample_input=sample), inputs)
+        wrong += [f"{mode}: {text}" for text in off(found, expected)]
+        first = first or found[1]
+        wrong += [f"{mode}: {name} is not as without" for name, grad in found[1].items() if not grad.equal(first[name])]
     return wrong

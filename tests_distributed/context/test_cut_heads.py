@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import ContextParallel, parallelize
+from tests.checks import backward, seeded
 from tests.models.families import ENCODER, HEADED, hf
-from tests_distributed.context.cut_models import LOSS, NanoGPT, batch, build, differences, gradients, without_dropout
+from tests_distributed.context.cut_models import LOSS, NanoGPT, batch, build, gradients, off, without_dropout
 from tests_distributed.spawn import on_ranks, run_ranks
 
 VOCAB, END, ROWS, LENGTH = 64, 2, 2, 13
@@ -48,15 +50,12 @@ def bare(model: nn.Module) -> dict[str, Any]:
     return {"input_ids": ids()}
 
 
-def own(output: Any) -> Tensor:
-    return output.loss
-
-
 def pooled(output: Any) -> Tensor:
     """A loss outside of the model."""
     return (output.logits * torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)).sum()
 
 
+own = operator.attrgetter("loss")
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], Callable[[Any], Tensor]]
 CASES: dict[str, Case] = {
     "answers (BERT)": (hf("BertForQuestionAnswering", "BertConfig", **ENCODER), places, own),
@@ -82,21 +81,16 @@ WHOLE: dict[str, Case] = {
 def test_losses_and_gradients_are_those_of_whole_sequences(rank: int, world_size: int, name: str) -> None:
     make, inputs_of, loss_of = (CASES | WHOLE)[name]
     cp = ContextParallel(world_size, loss_mean="rows" if name in WHOLE else None)
-    torch.manual_seed(0)
-    whole = without_dropout(make().double().train())  # biases of two classes are sums of nearly nothing
+    whole = without_dropout(seeded(make).double().train())  # biases of two classes are sums of nearly nothing
     inputs, wrong = inputs_of(whole), []
     reference = copy.deepcopy(whole)
-    loss = loss_of(reference(**inputs))
-    loss.backward()
+    expected = backward(loss_of(reference(**inputs))).item(), gradients(reference)
     for mode in ("none", "full"):
         model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
         for _ in range(2):  # the first call is compared; the second is not
             model.zero_grad()
-            found = loss_of(model(**inputs))
-            found.backward()
-            if not abs(found - loss) <= 2 * LOSS * abs(loss) + 1e-7:
-                wrong.append(f"{mode}: loss {found.item()} for {loss.item()}")
-            wrong += [f"{mode}: {text}" for text in differences(gradients(model), gradients(reference))]
+            found = backward(loss_of(model(**inputs))).item(), gradients(model)
+            wrong += [f"{mode}: {text}" for text in off(found, expected, 2 * LOSS)]
     assert not wrong, wrong
 
 
@@ -142,15 +136,12 @@ def _own_loss(rank: int, world_size: int, divisor: str, loss_mean: Any) -> list[
     whole.divisor = divisor
     labels = ids().masked_fill(torch.arange(LENGTH) < 4, -100)
     labels[1, 7:] = -100
-    whole(ids(), labels).backward()
+    expected = backward(whole(ids(), labels))
     model = parallelize(copy.deepcopy(whole).requires_grad_(), ac="full", cp=ContextParallel(2, loss_mean=loss_mean))
-    model.zero_grad()
     for _ in range(2):
         model.zero_grad()
-        loss = model(ids(), targets=labels)
-        loss.backward()
-    wrong = [] if abs(loss - whole(ids(), labels)) <= 2 * LOSS * loss else [f"loss {loss}"]
-    return wrong + differences(gradients(model), gradients(whole))
+        loss = backward(model(ids(), targets=labels))
+    return off((loss.item(), gradients(model)), (expected.item(), gradients(whole)), 2 * LOSS)
 
 
 @pytest.mark.parametrize(("divisor", "loss_mean"), [("tokens", "tokens"), ("tokens", counted), ("one", "sum")])

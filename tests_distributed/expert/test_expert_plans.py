@@ -18,8 +18,8 @@ from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize,
 from nemo_like.distributed.expert.split_experts import find_experts
 from nemo_like.options import ExpertParallel, PipelineParallel, TensorParallel
 from nemo_like.planning.planner import plan_for
-from tests.checks import same, step
-from tests_distributed.expert.whole_gradients import assert_close, assert_trains
+from tests.checks import assert_near, on_meta, refused_unchanged, same, step
+from tests_distributed.expert.whole_gradients import assert_trains
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -160,8 +160,7 @@ def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
 def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
     _trained(rank, world_size)
     bare = Model(Scaled).state_dict()
-    with torch.device("meta"):
-        empty = Model(Scaled)
+    empty = on_meta(Model, Scaled)
     model = parallelize(empty, ac="full", ep=ExpertParallel(4, plan=PLAN), device="cpu")
     materialize(model, state_dict={name: value + 1 for name, value in bare.items()})
     state = get_model_state(model)
@@ -227,7 +226,7 @@ def test_experts_that_get_no_token_on_some_ranks(rank: int, world_size: int) -> 
             for _ in range(2):  # twice: DDP complains in the second forward
                 found = step(model, ROWS[rank : rank + 1])
             found = {name.removeprefix("module."): grad for name, grad in found.items()} | {"loss": wanted["loss"]}
-            assert_close(found, wanted, where=(options, ac))
+            assert_near(found, wanted, where=(options, ac), least=1e-8)
 
 
 @on_ranks(2)
@@ -237,10 +236,8 @@ def test_ep_refuses_lists_before_any_change(rank: int, world_size: int) -> None:
     )
     for plan in (None, {"layers.*.experts": "routed"}):
         model = ListModel()
-        before = dict(model.named_modules())
-        with pytest.raises(ValueError, match=reason):
+        with refused_unchanged(model, reason):
             parallelize(model, ep=ExpertParallel(2, plan=plan), device="cpu")
-        assert dict(model.named_modules()) == before
 
 
 @pytest.mark.parametrize("ways", [{"ep": 2}, {"ep": 2, "pp": PipelineParallel(2, loss_mean="rows")}])

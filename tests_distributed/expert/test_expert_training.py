@@ -15,10 +15,11 @@ from nemo_like import parallelize
 from nemo_like.distributed.expert.split_experts import Experts, SplitExperts
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import fake_tensor_types
-from tests.checks import assert_bitwise, gradients_of, step
+from tests.checks import assert_bitwise, assert_near, gradients_of, seeded, step
 from tests.models.blocks import Operators
 from tests.models.expert_families import build, tokens
-from tests_distributed.expert.whole_gradients import assert_close, assert_trains, expected
+from tests.said import said
+from tests_distributed.expert.whole_gradients import assert_trains, expected
 from tests_distributed.spawn import on_ranks, run_ranks
 
 
@@ -33,7 +34,7 @@ def test_an_auxiliary_loss_is_that_without_ep(rank: int, world_size: int) -> Non
         found.append(step(model, input_ids=ids, labels=ids))
     assert auxiliary[0] > 0 and auxiliary[1] == pytest.approx(auxiliary[0], rel=1e-6)
     assert abs(found[1]["loss"] - found[0]["loss"]) <= 1e-6 * found[0]["loss"]
-    assert_close(found[1], found[0])
+    assert_near(found[1], found[0], least=1e-8)
 
 
 @on_ranks(2)
@@ -45,7 +46,7 @@ def test_in_bfloat16(rank: int, world_size: int) -> None:
     )
     assert all(grad.dtype == torch.float32 for name, grad in plain.items() if name != "loss")
     assert_bitwise(selective, plain)
-    assert_close(plain, whole, tolerance=0.03)  # the same routing, sums of bfloat16 in another order
+    assert_near(plain, whole, 0.03, least=1e-8)  # the same routing, sums of bfloat16 in another order
 
 
 @on_ranks(2)
@@ -59,7 +60,7 @@ def test_under_autocast_one_product_computes_all_experts(rank: int, world_size: 
         loss.backward()
         assert forward.kernels.count("_grouped_mm.default") == 2 * len(model.model.layers), forward.kernels
         found.append(gradients_of(model))
-    assert_close(found[1], found[0], tolerance=0.03)  # sums of bfloat16 in another order
+    assert_near(found[1], found[0], 0.03, least=1e-8)  # sums of bfloat16 in another order
 
 
 def test_float32_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,8 +70,8 @@ def test_float32_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None
     with fake_tensor_types()[1]():
         rows = torch.empty(3, 4, device="cuda")
     assert [split.computes_in(rows), split.computes_in(rows)] == [torch.float32] * 2
-    said = [record.message for record in caplog.records if record.name == "nemo_like"]
-    assert len(said) == 1 and said[0].startswith("Experts compute in torch.float32, one product for each: ")
+    (record,) = said(caplog)
+    assert record.message.startswith("Experts compute in torch.float32, one product for each: ")
 
 
 @pytest.mark.few(1)
@@ -104,7 +105,7 @@ def _came_in_split(rank: int, world_size: int, folder: str) -> None:
         found = step(model, input_ids=mine, labels=mine)
         plain = plain or found
         assert_bitwise(found, plain, ac)
-        assert_close(found | {"loss": wanted["loss"]}, wanted)
+        assert_near(found | {"loss": wanted["loss"]}, wanted, least=1e-8)
         with pytest.raises(ValueError, match="parallelized already"):
             parallelize(model)
 
@@ -128,7 +129,7 @@ def test_in_a_pipeline(rank: int, world_size: int, name: str) -> None:
     pipeline.step(input_ids=mine, labels=mine)
     found = gradients_of(pipeline)
     assert len([key for key in found if ".experts." in key]) == (0 if name == "deepseek_v3" and rank < 2 else 2)
-    assert_close(found, {key: wanted[key] for key in found})
+    assert_near(found, {key: wanted[key] for key in found}, least=1e-8)
 
 
 TARGETS = {"mixtral": "mlp", "gpt_oss": "mlp", "llama4": "feed_forward"}
@@ -140,8 +141,7 @@ def _adapted(name: str) -> nn.Module:
     model = build(name)
     weights = [f"{TARGETS[name]}.experts.{weight}" for weight in ("gate_up_proj", "down_proj")]
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
-    torch.manual_seed(1)
-    model = get_peft_model(model, config)
+    model = seeded(get_peft_model, model, config, seed=1)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(0, 0.2)

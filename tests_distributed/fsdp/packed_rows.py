@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from tests_distributed.context.cut_models import LOSS, build, differences, gradients, step
+from tests.checks import backward
+from tests_distributed.context.cut_models import LOSS, build, gradients, off, step
 
 LENGTHS = ((5, 3, 4, 3), (2, 7, 6, 0))
 """Of the documents of two rows; the last of the first row is padding (15 tokens each)."""
@@ -42,24 +43,19 @@ def one_by_one(model: nn.Module, shifts: bool) -> tuple[float, dict[str, Tensor]
     counted = sum(part.shape[1] - shifts for part in documents)
     total = 0.0
     for part in documents:
-        loss = model(input_ids=part, labels=part).loss * (part.shape[1] - shifts) / counted
-        loss.backward()
-        total += loss.item()
+        total += backward(model(input_ids=part, labels=part).loss * (part.shape[1] - shifts) / counted).item()
     return total, gradients(model)
 
 
 def wrong_forms(name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:
     """Where the packed rows of some form do not train `name` as the documents one by one."""
     whole = build(name)
-    loss, expected = one_by_one(copy.deepcopy(whole), shifts=name not in ("bert", "modernbert"))
+    expected = one_by_one(copy.deepcopy(whole), shifts=name not in ("bert", "modernbert"))
     wrong = []
     for mode in modes:
         model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
         for form in ("positions", "numbers", "cu_seqlens"):
-            found, grads = step(model, packed(form))
-            if not abs(found - loss) <= 2 * LOSS * abs(loss):
-                wrong.append(f"{mode}, {form}: loss {found} for {loss}")
-            wrong += [f"{mode}, {form}: {text}" for text in differences(grads, expected)]
+            wrong += [f"{mode}, {form}: {text}" for text in off(step(model, packed(form)), expected, 2 * LOSS)]
     return wrong
 
 

@@ -13,11 +13,12 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
-from tests.checks import gradients_of
+from tests.checks import assert_bitwise, gradients_of, same, seeded
+from tests.models.blocks import Stack
+from tests.models.tiny import Block
 from tests.test_unchanged import everything_of
 from tests_distributed.small_model import VOCAB, WIDTH, tokens
 from tests_distributed.spawn import on_ranks
-from tests_distributed.weights.test_stale_weights import Block
 
 
 class Encoding(nn.Module):
@@ -26,25 +27,15 @@ class Encoding(nn.Module):
     def __init__(self, across: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Block() for _ in range(3))
+        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.Sequential(*(Block() for _ in range(3)))
         self.head, self.across = nn.Linear(WIDTH, 2), across
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.blocks(self.embed(ids))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        x = self.blocks[1].up(x) if self.across else x
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _grads(model: nn.Module) -> list[torch.Tensor]:
-    return list(gradients_of(model).values())
+        return self.head(self.blocks(self.blocks[1].norm(x) if self.across else x))
 
 
 @on_ranks(2)
@@ -56,7 +47,7 @@ def test_a_method_beside_forward_is_explained_and_can_be_registered(rank: int, w
         model.encode(tokens(2))
     register_fsdp_forward_method(model, "encode")
     model.encode(tokens(2)).square().mean().backward()
-    assert all(map(torch.equal, _grads(model), _grads(bare)))
+    assert_bitwise(gradients_of(model), gradients_of(bare))
 
     model = parallelize(Encoding(across=True), ac="full")
     with pytest.raises(RuntimeError, match=r"Encoding was called while.*name the module that holds both: parallelize"):
@@ -130,24 +121,16 @@ class Aux(Block):
         return y
 
 
-class WithAux(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Aux(where) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _with_aux(where: str) -> nn.Module:
+    return seeded(lambda: Stack(Aux(where) for _ in range(3)))
 
 
-def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> list[torch.Tensor]:
+def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> dict[str, torch.Tensor]:
     AUX.clear()
     out = model(torch.ones(2, WIDTH))
-    kept = AUX if where == "list" else [b.kept[0] if where == "weight" else b.kept for b in model.blocks]
+    kept = AUX if where == "list" else [b.kept[0] if where == "weight" else b.kept for b in model.layers]
     (sum(kept) + out.mean() * with_output if with_output else sum(kept)).backward()  # type: ignore[union-attr]
-    return _grads(model)
+    return gradients_of(model)
 
 
 @pytest.mark.few(1)
@@ -157,11 +140,10 @@ def test_gradients_of_what_a_layer_keeps_on_itself(rank: int, world: int, ac: st
     cases = [(where, with_output) for where in ("attribute", "weight", "list") for with_output in (True, False)]
     wrong = []
     for where, with_output in cases:
-        model = parallelize(WithAux(where), ac=ac)
+        model = parallelize(_with_aux(where), ac=ac)
         for _ in range(2):
-            wanted = _aux_gradients(WithAux(where), where, with_output)
-            found = _aux_gradients(model, where, with_output)
-            if len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
+            wanted = _aux_gradients(_with_aux(where), where, with_output)
+            if not same(_aux_gradients(model, where, with_output), wanted):
                 wrong.append((where, with_output))
             model.zero_grad()
     assert not wrong, wrong
@@ -170,21 +152,18 @@ def test_gradients_of_what_a_layer_keeps_on_itself(rank: int, world: int, ac: st
 @on_ranks(2)
 def test_weights_that_are_computed_and_sparse_gradients_are_refused(rank: int, world: int) -> None:
     plan = TensorParallel(2, plan={"blocks.*.up": "colwise_gather_output"})
+
+    def refused(model: nn.Module, message: str, **axes: Any) -> None:
+        before = everything_of(model)
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, ac="none", **axes)
+        assert everything_of(model) == before
+
     for norm in (weight_norm, spectral_norm, nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
         model = Encoding()
         norm(model.blocks[0].up)
-        before = everything_of(model)
-        with pytest.raises(
-            ValueError, match=r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the"
-        ):
-            parallelize(model, tp=plan, ac="none")
-        assert everything_of(model) == before
+        refused(model, r"'blocks.0.up' computes its weight in each forward \(.*Take it out of the", tp=plan)
     for axes in ({}, {"tp": plan}):
         model = Encoding()
         model.embed.sparse = True
-        before = everything_of(model)
-        with pytest.raises(
-            ValueError, match=r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it"
-        ):
-            parallelize(model, ac="none", **axes)
-        assert everything_of(model) == before
+        refused(model, r"'embed' has sparse=True: FSDP2 cannot reduce sparse gradients\. Build it", **axes)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from nemo_like.distributed.gradients import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from tests.checks import whole
+from tests.checks import gradients_of, seeded, whole
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks
 
@@ -22,8 +22,7 @@ NORMS = (2.0, 1.0, 3.5, math.inf)
 
 
 def _single() -> Decoder:
-    torch.manual_seed(0)
-    model = Decoder(layers=2, width=6)  # 6 over 4 ranks: some shards are empty
+    model = seeded(Decoder, layers=2, width=6)  # 6 over 4 ranks: some shards are empty
     model(tokens()).backward()
     return model
 
@@ -34,8 +33,7 @@ def _single() -> Decoder:
 def test_sharded_equals_whole(rank: int, world_size: int, replicas: int, foreach: bool | None) -> None:
     for norm_type in NORMS:
         expected = _single()
-        torch.manual_seed(0)
-        model = Decoder(layers=2, width=6)
+        model = seeded(Decoder, layers=2, width=6)
         shard_layers(model, list(model.layers), build_mesh(dp_replicate=replicas))
         model(tokens()).backward()
         with torch.no_grad():
@@ -45,8 +43,7 @@ def test_sharded_equals_whole(rank: int, world_size: int, replicas: int, foreach
         assert type(norm) is torch.Tensor and norm.shape == ()
         # Sums over shards, then over ranks: float32 in another order than on one device.
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
-        for found, param in zip(model.parameters(), expected.parameters()):
-            torch.testing.assert_close(whole(found.grad), param.grad, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(gradients_of(model), gradients_of(expected), rtol=1e-5, atol=1e-8)
 
 
 @on_ranks(4)
@@ -101,8 +98,7 @@ def test_plain_tensors_are_as_in_torch(norm_type: float, dtype: torch.dtype) -> 
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05, norm_type)
     # The norm is kept in float32: its p-th power and root round once more than torch's own.
     torch.testing.assert_close(found.to(dtype), expected, rtol=1e-6, atol=0)
-    for one, other in zip(ours.parameters(), theirs.parameters()):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients_of(ours), gradients_of(theirs), rtol=1e-6, atol=0)
 
 
 def test_bfloat16_gradients_are_added_in_float32() -> None:

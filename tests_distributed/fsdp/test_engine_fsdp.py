@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,8 +26,8 @@ from nemo_like.activation_checkpointing.engine import RegionError, verification
 from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, TorchPolicy
 from nemo_like.activation_checkpointing.spec import segments_of
-from tests.checks import assert_bitwise, gradients_of, same
-from tests.models.blocks import LlamaBlock
+from tests.checks import assert_bitwise, gradients_of, same, seeded
+from tests.models.blocks import DroppingBlock, LlamaBlock, Stack, checkpoint_region
 from tests_distributed.counting import CountOps
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -115,8 +116,6 @@ def test_gradients_are_bitwise_those_of_no_checkpointing(
 
 @on_ranks(2)
 def test_tensor_parallel_layers_in_a_region(rank: int, world_size: int) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     def run(policy: Policy | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (world_size,))
@@ -133,10 +132,6 @@ def test_tensor_parallel_layers_in_a_region(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_an_all_to_all_is_kept_and_never_replayed(rank: int, world_size: int) -> None:
-    import torch.distributed._functional_collectives as funcol
-
-    from tests.models.blocks import checkpoint_region
-
     def exchange(x: torch.Tensor) -> torch.Tensor:
         return funcol.all_to_all_single_autograd(x.exp(), None, None, dist.group.WORLD).sin().exp()
 
@@ -151,10 +146,6 @@ def test_an_all_to_all_is_kept_and_never_replayed(rank: int, world_size: int) ->
 
 @on_ranks(2)
 def test_early_stop_leaves_no_collective_without_a_wait(rank: int, world_size: int) -> None:
-    import torch.distributed._functional_collectives as funcol
-
-    from tests.models.blocks import checkpoint_region
-
     weight = torch.randn(4, 4).requires_grad_()
 
     def overlapped(x: torch.Tensor) -> torch.Tensor:
@@ -194,28 +185,15 @@ def test_a_policy_that_is_asked_about_every_operator_sees_nothing_of_fsdp(
     assert_bitwise(_gradients(rank, TorchPolicy(policy_fn), where, True, "", half), wanted)
 
 
-class DroppingBlock(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))))) * scale
-
-
-class DroppingDecoder(nn.Module):
-    def __init__(self, layers: int, dim: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DroppingBlock(dim) for _ in range(layers)])
-        self.head = nn.Linear(dim, 8)
+class DroppingDecoder(Stack):
+    def __init__(self, layers: int) -> None:
+        super().__init__(DroppingBlock(16, dropout=0.1) for _ in range(layers))
+        self.head = nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.full((1,), 0.5)
+        bias = torch.full((1,), 0.5)
         for layer in self.layers:
-            x = layer(x, scale=scale)
+            x = layer(x, bias=bias)
         return self.head(x)
 
 
@@ -239,8 +217,7 @@ def _train(model: nn.Module, reshard: bool, low_precision: bool, rank: int) -> d
 def test_segments_over_fsdp2_give_bitwise_gradients(
     rank: int, world_size: int, segments: int, reshard: bool, low_precision: bool
 ) -> None:
-    torch.manual_seed(0)
-    plain = DroppingDecoder(4)
+    plain = seeded(DroppingDecoder, 4)
     segmented = copy.deepcopy(plain)
     apply_specs(segmented, segments_of([f"layers.{i}" for i in range(len(segmented.layers))], segments))
     wanted = _train(plain, reshard, low_precision, rank)
@@ -255,8 +232,7 @@ def test_segments_over_fsdp2_give_bitwise_gradients(
 def test_the_front_door_makes_segments_too(rank: int, world_size: int, strategy: str) -> None:
     gradients = []
     for ac, offload in (("none", None), ("sequential", None), ("sequential", "boundary"), ("sequential", "all")):
-        torch.manual_seed(0)
-        model = parallelize(DroppingDecoder(4), strategy=strategy, ac=ac, offload=offload, device="cpu")
+        model = parallelize(seeded(DroppingDecoder, 4), strategy=strategy, ac=ac, offload=offload, device="cpu")
         torch.manual_seed(rank)
         for _ in range(2):
             model(torch.randn(4, 16)).square().mean().backward()
@@ -356,18 +332,22 @@ def _sharded(world_size: int, policy: Policy, inside: bool, half: bool) -> tuple
     return fully_shard(nn.Sequential(*units), mesh=mesh, mp_policy=precision), layers
 
 
+def _verified(model: nn.Module, x: torch.Tensor, layers: list[VerifiedMlp]) -> list[int]:
+    """How many tensors two steps compare; a third, in which the layers change behind forward, is an error."""
+    compared = [_compared(lambda: model(x).float().sum().backward()) for _ in range(2)]
+    loss = model(x).float().sum()
+    for layer in layers:
+        layer.elsewhere.factor = 2.0
+    with pytest.raises(RegionError, match=r"Region 'layer'.*gradients would be wrong"):
+        loss.backward()
+    return compared
+
+
 def _fsdp(rank: int, world_size: int, inside: bool, half: bool) -> list[int]:
     compared = []
     for policy in VERIFIED:
         model, layers = _sharded(world_size, policy, inside, half)
-        x = torch.randn(3, 16)
-        for _ in range(2):
-            compared.append(_compared(lambda: model(x).float().sum().backward()))  # noqa: B023
-        loss = model(x).float().sum()
-        for layer in layers:
-            layer.elsewhere.factor = 2.0
-        with pytest.raises(RegionError, match=r"Region 'layer'.*gradients would be wrong"):
-            loss.backward()
+        compared += _verified(model, torch.randn(3, 16), layers)
     return compared
 
 
@@ -381,20 +361,13 @@ def test_layers_that_fsdp_shards(inside: bool, half: bool) -> None:
 def _tensor_parallel(rank: int, world_size: int, sequence: bool) -> list[int]:
     compared = []
     for policy in VERIFIED:
-        torch.manual_seed(0)
-        mlp = VerifiedMlp()
+        mlp = seeded(VerifiedMlp)
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         if sequence:
             plan["norm"] = SequenceParallel(sequence_dim=0)
         parallelize_module(mlp, init_device_mesh("cpu", (world_size,)), plan)
-        region = CheckpointWrapper(mlp, policy=policy, name="cut")
-        x = torch.randn(4, 16, requires_grad=True)
-        for _ in range(2):
-            compared.append(_compared(lambda: region(x).sum().backward()))  # noqa: B023
-        loss = region(x).sum()
-        mlp.elsewhere.factor = 2.0
-        with pytest.raises(RegionError, match=r"Region 'cut'.*gradients would be wrong"):
-            loss.backward()
+        region = CheckpointWrapper(mlp, policy=policy, name="layer")
+        compared += _verified(region, torch.randn(4, 16, requires_grad=True), [mlp])
     return compared
 
 

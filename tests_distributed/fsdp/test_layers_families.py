@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
-from tests.checks import gradients_of, whole
+from tests.checks import backward, gradients_of, labelled
 from tests.models.adapted import k_bit, with_lora
 from tests.models.families import FAMILIES
 from tests_distributed.spawn import on_ranks
@@ -53,14 +53,12 @@ def test_fsdp2_in_every_mode_is_bitwise_one_rank(rank: int, world_size: int, nam
     """Both ranks see the same batch, so that the mean of their gradients is exactly that of one rank."""
     family = FAMILIES[name]
     reference = family.build()
-    expected = family.step(reference)
-    expected.backward()
+    expected = backward(family.step(reference))
     wrong, before = [], None
     for mode in ("none", "full", "selective"):
         model = parallelize(family.build(), ac=mode)
         assert all(isinstance(layer.module, FSDPModule) for layer in find_layers(model))
-        loss = family.step(model)
-        loss.backward()
+        loss = backward(family.step(model))
         if not torch.equal(loss, expected):
             wrong.append(f"{mode}: loss {loss.item()}, expected {expected.item()}")
         wrong += [f"{mode}: {parameter}" for parameter in differences(model, before or reference)]
@@ -92,8 +90,7 @@ def test_a_rank_without_an_image_with_a_trainable_projector(
     def batch(index: int) -> dict[str, torch.Tensor]:
         inputs = dict(family.inputs())
         if index == 1:
-            ids = inputs["input_ids"][:, -12:]
-            inputs = {"input_ids": ids, "labels": ids}
+            inputs = labelled(inputs["input_ids"][:, -12:])
         return inputs
 
     reference = build()
@@ -106,10 +103,9 @@ def test_a_rank_without_an_image_with_a_trainable_projector(
     model(**batch(rank)).loss.backward()
     trained = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert any("projector" in n or "connector" in n for n in trained)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name in trained:
-            # One rank adds two losses before it divides, two ranks divide each: the last bits may differ.
-            torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
+    found = gradients_of(model)
+    # One rank adds two losses before it divides, two ranks divide each: the last bits may differ.
+    torch.testing.assert_close({name: found[name] for name in trained}, trained, rtol=1e-5, atol=1e-7)
 
 
 # ------------------------------------------------------------------------------- ------------- adapters, k-bit weights

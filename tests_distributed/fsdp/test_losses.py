@@ -17,7 +17,7 @@ from nemo_like import parallelize
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
-from tests.checks import gradients_of, whole
+from tests.checks import assert_near, backward, gradients_of, labelled, whole
 from tests.models.decoders import batch, build
 from tests_distributed.counting import CountCollectives, heard
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -62,8 +62,7 @@ def check(results, name, tp=1):
     loss, grads = reference(name)
     mine = [result[0] for result in results[::tp]]
     assert sum(mine) / len(mine) == pytest.approx(loss, rel=1e-6)
-    for key, gradient in grads.items():
-        assert (results[0][1][key] - gradient).norm() <= 1e-5 * gradient.norm(), key
+    assert_near(results[0][1], grads)
 
 
 def _train_both(rank, world_size, name, arguments):
@@ -83,30 +82,26 @@ def test_fsdp2(reshard, name):
     assert results[0][2] == plain[0][2]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        dict(ac="full"),
-        dict(strategy="ddp", ac="none"),
-        dict(strategy=FSDP2(cpu_offload=True)),
-        dict(compile="aot_eager"),
-    ],
-    ids=["full", "ddp", "offload", "compiled"],
-)
-def test_other_ways(arguments):
-    check(run_ranks(2, _train, "llama", CHUNKS, arguments, 1), "llama")
+WAYS = {
+    "full": (2, 1, dict(ac="full")),
+    "ddp": (2, 1, dict(strategy="ddp", ac="none")),
+    "offload": (2, 1, dict(strategy=FSDP2(cpu_offload=True))),
+    "compiled": (2, 1, dict(compile="aot_eager")),
+    "sequences and a vocabulary that are cut": (
+        2, 2, dict(ac="none", tp=TensorParallel(2, sequence_parallel=True, loss_parallel=True))
+    ),
+    "replicas of shards": (4, 2, dict(ac="none", dp_replicate=2)),
+    "split logits on two by two": (4, 2, dict(ac="none", tp=TensorParallel(2, loss_parallel=True))),
+    "two by two": (4, 2, dict(ac="none", tp=TensorParallel(2))),
+}  # fmt: skip
+"""Ranks, how many of them have one batch, and arguments."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("split", [True, False])
-def test_two_by_two_with_tensor_parallel(split):
-    arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=split))
-    check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
-
-
-def test_sequence_parallel_with_a_cut_vocabulary():
-    arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True, loss_parallel=True))
-    check(run_ranks(2, _train, "llama", CHUNKS, arguments, 2), "llama", tp=2)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways(way):
+    ranks, alike, arguments = WAYS[way]
+    check(run_ranks(ranks, _train, "llama", CHUNKS, arguments, alike, timeout=150), "llama", tp=alike)
 
 
 @pytest.mark.few(1)
@@ -115,8 +110,7 @@ def test_sequence_parallel_with_a_cut_vocabulary():
 def test_stages_whose_logits_stay_split_by_vocabulary(rank, world_size, split):
     """The model's own loss is a DTensor there; sums over the vocabulary go another way, so not bitwise."""
     ids, tensor, whole_model = batch(4), TensorParallel(2, loss_parallel=split), undropped("llama")
-    wanted = whole_model(input_ids=ids, labels=ids).loss
-    wanted.backward()
+    wanted = backward(whole_model(input_ids=ids, labels=ids).loss)
     grads = gradients_of(whole_model)
     with loss_parallel() if split else nullcontext():
         sample = {"input_ids": ids[:2], "labels": ids[:2]}
@@ -125,10 +119,6 @@ def test_stages_whose_logits_stay_split_by_vocabulary(rank, world_size, split):
             assert float(each(input_ids=ids, labels=ids)) == pytest.approx(wanted.item(), rel=1e-6)
     for name, parameter in pipeline.named_parameters():
         assert (whole(parameter.grad) - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
-
-
-def test_replicas_of_shards():
-    check(run_ranks(4, _train, "llama", CHUNKS, dict(ac="none", dp_replicate=2), 2, timeout=150), "llama", tp=2)
 
 
 def _cut_heads(mesh, model):
@@ -182,8 +172,7 @@ def test_a_vocabulary_over_two_ranks(rank, world_size):
             log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=3)
         grads = torch.autograd.grad(loss + log_probs.square().sum(), [hidden, *head.parameters()])
         found.append([loss, log_probs, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     assert counted.counts["allreduce_"] == 12  # three chunks of each of the two, and two reductions for each
 
 
@@ -200,8 +189,8 @@ def _own_unit(rank, world_size, output_dtype):
         assert torch.equal(loss, loss.float()) and log_probs.dtype == torch.float32
         torch.testing.assert_close(torch.stack([loss, log_probs.square().sum()]), torch.stack(expected))
         (loss + log_probs.square().sum()).backward()
-    for ours, theirs in zip([hidden.grad, *(p.grad.full_tensor() for p in head.parameters())], grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    found = [hidden.grad, *gradients_of(head).values()]
+    torch.testing.assert_close(found, list(grads), rtol=1e-5, atol=1e-6)
     assert head(hidden).dtype == (output_dtype or torch.float32)
     return counted.gathers, counted.counts["_reduce_scatter_base_"]
 
@@ -214,16 +203,13 @@ def test_a_head_in_a_unit_of_its_own(output_dtype):
 
 def _low_precision(rank, world_size, loss):
     model = parallelize(undropped("llama"), loss=loss, ac="none", precision=Precision("bf16", output_dtype="fp32"))
-    ids = batch(4)[2 * rank : 2 * rank + 2]
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    loss = backward(model(**labelled(batch(4)[2 * rank : 2 * rank + 2])).loss)
     return loss.item(), gradients_of(model)
 
 
 def test_bfloat16_is_no_further_from_float32_than_whole_logits():
     model, ids = undropped("llama"), batch(4)
-    exact = model(input_ids=ids, labels=ids).loss
-    exact.backward()
+    exact = backward(model(input_ids=ids, labels=ids).loss)
     distances = []
     for loss in ("model", CHUNKS):
         results = run_ranks(2, _low_precision, loss)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_like import DDP, parallelize
 from nemo_like.distributed import with_unused_sample
-from tests.checks import assert_bitwise, gradients_of, step, whole
-from tests.models.decoders import VOCAB, WIDTH, PlainDecoder, batch, build, loss_of
+from tests.checks import assert_bitwise, backward, gradients_of, seeded, step, whole
+from tests.models.decoders import PlainDecoder, Prompted, batch, build, loss_of
 from tests.models.families import FAMILIES
 from tests.models.kv_shared import build as build_kv_shared
 from tests.models.loops import ACTIONS, KINDS, LAYERS, Action, LoopModel, Outcome, differences, run_loop
@@ -29,8 +29,7 @@ def _steps(ac: str, compile: bool | str, rank: int, dropout: bool) -> list[torch
     for seed in range(2):
         model.zero_grad()
         torch.manual_seed(seed)
-        loss = loss_of(model, batch(2, seed=rank))
-        loss.backward()
+        loss = backward(loss_of(model, batch(2, seed=rank)))
         losses.append(loss.detach())
     return [p.grad.to_local().clone() for p in model.parameters()] + losses
 
@@ -64,8 +63,7 @@ def test_kv_shared_models_under_fsdp2_and_mixed_precision(rank: int, world_size:
     results = {}
     for ac in ("none", "full", "selective"):
         model = parallelize(build_kv_shared(name), ac=ac, precision="bf16")
-        loss = loss_of(model, batch(2, seed=rank))
-        loss.backward()
+        loss = backward(loss_of(model, batch(2, seed=rank)))
         results[ac] = [loss.detach()] + [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     expected = results.pop("none")
     assert all(torch.isfinite(t).all() for t in expected)
@@ -104,46 +102,24 @@ def test_adapters_on_a_frozen_base_train_in_every_mode(
 def test_one_graph_serves_all_sharded_layers(rank: int, world_size: int, ac: str) -> None:
     from torch._dynamo.utils import counters
 
-    torch.manual_seed(0)
-    model = parallelize(PlainDecoder(layers=5), ac=ac, compile="aot_eager", device="cpu")
+    model = parallelize(seeded(PlainDecoder, layers=5), ac=ac, compile="aot_eager", device="cpu")
     loss_of(model, batch()).backward()
     stats = dict(counters["stats"])
     assert stats["unique_graphs"] == 1, stats
-
-
-class Prompted(nn.Module):
-    """Prompt tuning: trained vectors before the tokens, and a decoder in which nothing trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = PlainDecoder(dropout=0.0).requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(4, WIDTH))
-
-    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> ()
-        x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.decoder.embed(ids)], dim=1)
-        for block in self.decoder.blocks:
-            x = block(x)
-        return self.decoder.head(self.decoder.norm(x)).square().mean()
-
-
-def _ids() -> Tensor:
-    return torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @on_ranks(2)
 def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
-    torch.manual_seed(0)
-    reference = Prompted()
-    reference(_ids()).backward()
+    reference = seeded(Prompted, dropout=0.0)
+    reference(batch()).backward()
     first = None
     for mode in ("none", "full", "selective", "submodule", "sequential"):
-        torch.manual_seed(0)
-        model = parallelize(Prompted(), strategy, mode, device="cpu")
+        model = parallelize(seeded(Prompted, dropout=0.0), strategy, mode, device="cpu")
         for _ in range(2):
             model.zero_grad()
-            model(_ids().chunk(2)[rank]).backward()
+            model(batch().chunk(2)[rank]).backward()
         (found,) = [whole(param.grad) for param in model.parameters() if param.requires_grad]
         first = found if first is None else first
         torch.testing.assert_close(found, reference.prompt.grad, rtol=1e-5, atol=1e-9)
@@ -158,7 +134,7 @@ def test_ranks_with_batches_of_different_kinds_follow_one_plan(
     rank: int, world_size: int, strategy: str, budget: str
 ) -> None:
     """In each step one rank has padding, and the other has none: only one of them fits its plan."""
-    sample = {"input_ids": _ids()[:2], "labels": _ids()[:2]}
+    sample = {"input_ids": batch()[:2], "labels": batch()[:2]}
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, -5:] = 0
     gradients: dict[str, list[Tensor]] = {}
@@ -228,11 +204,13 @@ def test_what_is_appended_where() -> None:
         "pixel_values": torch.ones(1, 3, 2, 2),
     }
     more = with_unused_sample(batch, sample, pad_token_id=3)
-    assert more["input_ids"].tolist() == [[5, 6, 7, 9, 9], [8, 0, 0, 3, 3]]
-    assert more["labels"].tolist() == [[5, 6, 7, -100, -100], [8, -100, -100, -100, -100]]
-    assert more["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-    assert more["position_ids"].tolist() == [[0, 1, 0, 0, 1], [0, 0, 0, 0, 0]]
-    assert more["token_type_ids"].tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]
+    assert {name: more[name].tolist() for name in batch} == {
+        "input_ids": [[5, 6, 7, 9, 9], [8, 0, 0, 3, 3]],
+        "labels": [[5, 6, 7, -100, -100], [8, -100, -100, -100, -100]],
+        "attention_mask": [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0]],
+        "position_ids": [[0, 1, 0, 0, 1], [0, 0, 0, 0, 0]],
+        "token_type_ids": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],
+    }
     assert more["pixel_values"] is sample["pixel_values"] and batch["input_ids"].shape == (2, 3)
 
 

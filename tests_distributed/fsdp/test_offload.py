@@ -27,6 +27,7 @@ from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.checks import assert_bitwise
 from tests.models import decoders
 from tests.models.tiny import Block
+from tests_distributed.allocated import local
 from tests_distributed.spawn import on_ranks
 
 ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
@@ -37,9 +38,7 @@ class Watching(Backend):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
-        self.weight_bytes = 0
-        self.gathered_seen = 0
+        self.model, self.weight_bytes, self.gathered_seen = model, 0, 0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         weights = [p._local_tensor if isinstance(p, DTensor) else p for p in self.model.parameters()]
@@ -50,11 +49,8 @@ class Watching(Backend):
 
 
 def _local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for p in model.parameters():
-        assert p.grad is not None
-        found.append((p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).clone())
-        p.grad = None
+    found = [local(p.grad).clone() for p in model.parameters()]
+    model.zero_grad()
     return found
 
 
@@ -99,11 +95,11 @@ def test_fsdp2_gradients_are_bitwise_and_no_weight_moves(
         assert ac != "none" or stats["kept_bytes"]["a parameter, or a view of one"] > 0
 
 
-def _fsdp_in_a_context(rank: int, world: int, offload: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def _fsdp_in_a_context(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     model = decoders.build("llama")
     layers = [layer.module for layer in find_layers(model)]
     watching = Watching(model)
-    config = OffloadConfig(mode="all" if offload else "none", max_inflight_bytes=1, **ANY_SIZE)
+    config = OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE)
     offloader = offload_activations(config, backend=watching)  # it is told nothing of the model
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     shard_layers(model, layers, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -111,13 +107,6 @@ def _fsdp_in_a_context(rank: int, world: int, offload: bool) -> tuple[list[torch
     with offloader:
         decoders.loss_of(model, torch.randint(decoders.VOCAB, (2, 12))).backward()
     return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
-
-
-@on_ranks(2)
-def test_fsdp2_inside_a_context_that_knows_no_model(rank: int, world: int) -> None:
-    (expected, _), (actual, stats) = (_fsdp_in_a_context(rank, world, moves) for moves in (False, True))
-    assert_bitwise(actual, expected)
-    assert stats["weights"] == 0 and stats["moved_bytes"] > 0
 
 
 @on_ranks(2)
@@ -142,13 +131,6 @@ def test_asynchronous_collectives_are_resolved_first(rank: int, world: int) -> N
     assert_bitwise([back, grad], [expected, expected.t() @ torch.ones(4 * world, 8)])
 
 
-@on_ranks(2)
-def test_fsdp2_accumulates_gradients(rank: int, world: int) -> None:
-    (expected, _), (actual, stats) = (_fsdp_step(rank, world, "selective", None, mode, 3) for mode in ("none", "all"))
-    assert_bitwise(actual, expected)
-    assert stats["weights"] == 0
-
-
 def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     model = decoders.build("llama")
     apply_activation_checkpointing(model, "selective")
@@ -162,9 +144,17 @@ def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str
     return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
 
 
+STEPS: dict[str, Any] = {
+    "fsdp2 inside a context that knows no model": _fsdp_in_a_context,
+    "fsdp2 accumulates": lambda rank, world, mode: _fsdp_step(rank, world, "selective", None, mode, 3),
+    "ddp": _ddp,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
-def test_ddp_gradients_are_bitwise(rank: int, world: int) -> None:
-    (expected, _), (actual, stats) = (_ddp(rank, world, mode) for mode in ("none", "all"))
+def test_gradients_are_bitwise_and_no_weight_moves(rank: int, world: int, name: str) -> None:
+    (expected, _), (actual, stats) = (STEPS[name](rank, world, mode) for mode in ("none", "all"))
     assert_bitwise(actual, expected)
     assert stats["weights"] == 0 and stats["moved_bytes"] > 0
 

@@ -26,9 +26,10 @@ from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.unit_calls import _names_data
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.layers import find_layers
-from tests.checks import whole
+from tests.checks import assert_bitwise, gradients_of, seeded, update, weights_of, whole
 from tests.models import decoders, kv_shared, tiny
 from tests.models.adapted import with_lora
+from tests.models.tiny import Headed as Net
 from tests_distributed.spawn import on_ranks
 
 Step = Callable[[nn.Module, int], Any]
@@ -37,22 +38,6 @@ Step = Callable[[nn.Module, int], Any]
 class Block(tiny.Block):
     def __init__(self) -> None:
         super().__init__(8)
-
-    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-        return super().forward(x)
-
-
-class Net(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.inp, self.blocks = nn.Linear(8, 8), nn.ModuleList(block() for _ in range(3))
-        self.heads = nn.ModuleDict({name: nn.Linear(8, 4) for name in "abc"})
-
-    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x, head)
-        return self.heads[head](x)
 
 
 class Branch(Net):
@@ -108,8 +93,7 @@ def assert_equal(
 
 def both(build: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
     """The original model, and the parallelized one with the same weights."""
-    torch.manual_seed(0)
-    original = build()
+    original = seeded(build)
     torch.manual_seed(0)
     return original, parallelize(build(), **options)
 
@@ -159,15 +143,13 @@ def test_tasks_take_turns_in_the_micro_batches_of_a_step(rank: int, world: int, 
 def test_a_head_that_no_rank_uses_is_not_moved(rank: int, world: int) -> None:
     """All ranks use one head, then another: an optimizer with decay moves the one that is used alone."""
     results = []
-    for make in (Net, lambda: parallelize(Net(), ac="full")):
-        torch.manual_seed(0)
-        model = make()
+    for model in both(Net, ac="full"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         for number in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 8), "ab"[number % 2]).square().mean().backward()
             optimizer.step()
-        results.append({name: whole(p.detach()) for name, p in model.named_parameters()})
+        results.append(weights_of(model))
     assert_equal(results[1], results[0])
 
 
@@ -273,50 +255,34 @@ def test_the_callers_dict_has_what_the_model_puts_in_and_its_own_tensors(rank: i
 # --- Parameters that come, are exchanged or written ---
 
 
-def _new_head(model: Any) -> None:
-    model.heads["a"] = nn.Linear(8, 2)
-
-
-def _new_layer(model: Any) -> None:
-    model.blocks.append(Block())
-
-
-def _exchanged(model: Any) -> None:
-    model.blocks[0].up.bias = nn.Parameter(torch.zeros(16))
-
-
-def _adapter(model: Any) -> None:
-    model.blocks[0].adapter = nn.Linear(2, 2)  # a child of the layer inside the checkpoint wrapper
-
-
-def _around_a_linear(model: Any) -> None:
-    model.blocks[1].up = nn.Sequential(model.blocks[1].up, nn.Linear(16, 16))
-
-
-def _factor(model: Any) -> None:
-    model.blocks[1].down.register_parameter("factor", nn.Parameter(torch.ones(1)))
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a new head": lambda model: model.heads.update({"a": nn.Linear(8, 2)}),
+    "a new layer": lambda model: model.blocks.append(Block()),
+    "exchanged": lambda model: setattr(model.blocks[0].up, "bias", nn.Parameter(torch.zeros(16))),
+    "an adapter": lambda model: model.blocks[0].add_module("adapter", nn.Linear(2, 2)),
+    "around a linear": lambda model: setattr(model.blocks[1], "up", nn.Sequential(model.blocks[1].up, nn.Linear(16, 16))),
+    "a factor": lambda model: model.blocks[1].down.register_parameter("factor", nn.Parameter(torch.ones(1))),
+}
 
 
 @pytest.mark.parametrize(
     ("change", "after", "strategy"),
     [
-        (_new_head, 0, "fsdp2"),
-        (_adapter, 1, "fsdp2"),
-        (_around_a_linear, 1, "fsdp2"),
-        (_new_layer, 3, "fsdp2"),
-        (_exchanged, 0, "fsdp2"),
-        (_factor, 3, "fsdp2"),
-        (_exchanged, 1, DDP(find_unused_parameters=True)),
+        ("a new head", 0, "fsdp2"),
+        ("an adapter", 1, "fsdp2"),
+        ("around a linear", 1, "fsdp2"),
+        ("a new layer", 3, "fsdp2"),
+        ("exchanged", 0, "fsdp2"),
+        ("a factor", 3, "fsdp2"),
+        ("exchanged", 1, DDP(find_unused_parameters=True)),
     ],
 )
 @on_ranks(2)
-def test_a_late_parameter_is_named(
-    rank: int, world: int, change: Callable[[Any], None], after: int, strategy: Any
-) -> None:
+def test_a_late_parameter_is_named(rank: int, world: int, change: str, after: int, strategy: Any) -> None:
     model = parallelize(Net(), strategy, "full")
     for _ in range(after):
         model(batch()).square().mean().backward()
-    change(model if strategy == "fsdp2" else model.module)
+    CHANGES[change](model if strategy == "fsdp2" else model.module)
     with pytest.raises(RuntimeError, match=r"^[a-z0-9.]+ (came into the model, or was exchanged|is not the parameter)"):
         model(batch()).square().mean().backward()
 
@@ -359,11 +325,19 @@ def test_a_parameter_that_a_later_forward_writes_is_named(rank: int, world: int)
         model(batch())
 
 
+@pytest.mark.parametrize(
+    ("way", "ac", "words"),
+    [
+        ("copy", "selective", r"blocks\.0\.scale was written in the forward of blocks\.0\. FSDP2 gathers"),
+        # Other rows on each rank.
+        ("data", "none", r"wrote other values into its parameters on each rank \(blocks\.0\.scale here"),
+    ],
+)
 @on_ranks(2)
-def test_a_parameter_that_forward_writes_is_named(rank: int, world: int) -> None:
-    Written.way = "copy"
-    model = parallelize(Net(Written), ac="selective")
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.scale was written in the forward of blocks\.0\. FSDP2 gathers"):
+def test_a_parameter_that_forward_writes_is_named(rank: int, world: int, way: str, ac: str, words: str) -> None:
+    Written.way = way
+    model = parallelize(Net(Written), ac=ac)
+    with pytest.raises(RuntimeError, match=words):
         model(batch())
 
 
@@ -400,8 +374,7 @@ def _four_steps(model: Any) -> None:
     same = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))  # on both ranks, as one process has it
     for _ in range(4):
         model(same).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @pytest.mark.parametrize("kind", [Clamped, Written])
@@ -411,14 +384,10 @@ def test_a_parameter_that_forward_writes_through_data_trains_as_in_the_original_
 ) -> None:
     for way in ("data", "part"):
         Written.way = way
-        torch.manual_seed(0)
-        plain = Net(kind)
-        torch.manual_seed(0)
-        model = parallelize(Net(kind), ac="none")
+        plain, model = both(lambda: Net(kind), ac="none")
         _four_steps(plain)
         _four_steps(model)
-        for (name, mine), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.full_tensor(), wanted, rtol=1e-5, atol=1e-6, msg=name)  # type: ignore[operator]
+        torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -431,12 +400,10 @@ def test_gemma_3n_which_clamps_weights_in_forward_trains(rank: int, world: int) 
     model = parallelize(other, ac="none")
     for each in (plain, model):
         each(input_ids=ids, labels=ids).loss.backward()
-    for (name, mine), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), wanted, rtol=0, atol=0, msg=name)  # type: ignore[operator]
-        if wanted.grad is not None:
-            # The tiny original model has NaN in the gradient of its embedding, too.
-            close = {"rtol": 1e-4, "atol": 1e-6, "equal_nan": True}
-            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, **close, msg=name)  # type: ignore[union-attr]
+    assert_bitwise(weights_of(model), weights_of(plain))
+    found, wanted = gradients_of(model), gradients_of(plain)
+    # The tiny original model has NaN in the gradient of its embedding, too.
+    torch.testing.assert_close({name: found[name] for name in wanted}, wanted, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 @on_ranks(2)
@@ -502,14 +469,6 @@ def test_a_write_through_data_is_found_behind_each_kind_of_call(way: str) -> Non
     if way == "held object":
         linear.helper = Clamp()
     assert _names_data([linear])
-
-
-@on_ranks(2)
-def test_ranks_that_write_other_values_are_refused(rank: int, world: int) -> None:
-    Written.way = "data"
-    model = parallelize(Net(Written), ac="none")
-    with pytest.raises(RuntimeError, match=r"wrote other values into its parameters on each rank \(blocks\.0\.scale here"):
-        model(batch())  # other rows on each rank
 
 
 class Scan(nn.Module):
@@ -587,9 +546,7 @@ class Failing(Net):
 @on_ranks(2)
 def test_what_trains_is_what_parameters_gives(rank: int, world: int, event: str) -> None:
     results = []
-    for ours in (False, True):
-        torch.manual_seed(0)
-        model: Any = parallelize(Failing(), ac="full") if ours else Failing()
+    for ours, model in enumerate(both(Failing, ac="full")):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if event == "KeyboardInterrupt":
             model.error = KeyboardInterrupt()
@@ -617,7 +574,7 @@ def test_what_trains_is_what_parameters_gives(rank: int, world: int, event: str)
             optimizer.step()
             with torch.no_grad():
                 seen.append(model(batch(number)).sum())
-        results.append({name: whole(p.detach()) for name, p in model.named_parameters()} | {"seen": torch.stack(seen)})
+        results.append(weights_of(model) | {"seen": torch.stack(seen)})
     assert_equal(results[1], results[0])
 
 

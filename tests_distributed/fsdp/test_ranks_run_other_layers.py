@@ -14,10 +14,12 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.distributed import layer_order
+from tests.checks import seeded
+from tests.models.blocks import Stack
+from tests.models.tiny import Block
 from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH
 from tests_distributed.spawn import on_ranks, run_ranks
-from tests_distributed.weights.test_stale_weights import Block
 
 
 class Skipping(nn.Module):
@@ -35,68 +37,45 @@ class Skipping(nn.Module):
         return self.heads[head](x).square().mean()
 
 
-def _trained(rank: int, world: int, ac: str, of_ranks: tuple[dict[str, Any], ...], mode: str) -> None:
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac=ac)
-    model.train(mode == "train")
-    with torch.set_grad_enabled(mode == "train"):
-        loss = model(torch.ones(2, WIDTH), **of_ranks[rank])
-    if mode == "train":
-        loss.backward()
+def _steps(rank: int, world: int, ac: str, alike: int, mode: str, of_ranks: tuple[dict[str, Any], ...]) -> None:
+    """So many steps on which all ranks agree, then one on which they do not."""
+    model = parallelize(seeded(Skipping), ac=ac)
+    for number in range(alike + 1):
+        model.train(number < alike or mode == "train")
+        with torch.set_grad_enabled(model.training):
+            loss = model(torch.ones(2, WIDTH), **of_ranks[rank] if number == alike else {})
+        if model.training:
+            loss.backward()
 
 
 SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the same layers everywhere: draw the "
 
 
 @pytest.mark.parametrize(
-    ("ac", "mode", "of_ranks", "differing"),
+    ("ac", "alike", "mode", "of_ranks", "differing"),
     [
-        ("none", "train", ({"skipped": (1, 2)}, {}),
+        ("none", 0, "train", ({"skipped": (1, 2)}, {}),
          "the forward of blocks.3 on rank 0 and the forward of blocks.1 on rank 1"),
-        ("full", "train", ({"skipped": (1,)}, {"skipped": (2,)}),
+        ("full", 0, "train", ({"skipped": (1,)}, {"skipped": (2,)}),
          "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
-        ("selective", "evaluate", ({}, {"skipped": (3,)}),
+        ("selective", 0, "evaluate", ({}, {"skipped": (3,)}),
+         "the forward of blocks.3 on rank 0 and the end of forward on rank 1"),
+        ("full", 5, "train", ({"skipped": (1,)}, {"skipped": (2,)}),
+         "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
+        ("full", 5, "evaluate", ({"skipped": (1,)}, {"skipped": ()}),
+         "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
+        ("full", 5, "train", ({"skipped": ()}, {"skipped": (3,)}),
          "the forward of blocks.3 on rank 0 and the end of forward on rank 1"),
     ],
 )  # fmt: skip
-def test_skipped_layers(of_ranks: Any, differing: str, ac: str, mode: str) -> None:
-    errors = run_ranks(2, _trained, ac, of_ranks, mode, return_exceptions=True)
+def test_skipped_layers(ac: str, alike: int, mode: str, of_ranks: Any, differing: str) -> None:
+    errors = run_ranks(2, _steps, ac, alike, mode, of_ranks, return_exceptions=True)
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
-    assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors)
-
-
-def _later(rank: int, world: int, of_ranks: tuple[dict[str, Any], ...], mode: str) -> None:
-    """Five steps on which all ranks agree, then one on which they do not."""
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac="full")
-    for mine in [{}] * 5 + [of_ranks[rank]]:
-        model.train(mine == {} or mode == "train")
-        with torch.set_grad_enabled(model.training):
-            loss = model(torch.ones(2, WIDTH), **mine)
-        if model.training:
-            loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("mode", "of_ranks", "differing"),
-    [
-        ("train", ({"skipped": (1,)}, {"skipped": (2,)}),
-         ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
-        ("evaluate", ({"skipped": (1,)}, {"skipped": ()}),
-         ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
-        ("train", ({"skipped": ()}, {"skipped": (3,)}),
-         ("the forward of blocks.3 on rank 0", "the end of forward on rank 1")),
-    ],
-)  # fmt: skip
-def test_layers_that_are_skipped_after_many_steps(of_ranks: Any, differing: tuple[str, str], mode: str) -> None:
-    errors = run_ranks(2, _later, of_ranks, mode, return_exceptions=True)
-    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
-    assert all(f"next is {differing[0]} and {differing[1]}. {SKIPS}" in str(error) for error in errors), errors
+    assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors), errors
 
 
 def _later_in_backward(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac="none")
+    model = parallelize(seeded(Skipping), ac="none")
     for step in range(6):
         model(torch.ones(2, WIDTH), cut=1 if step == 5 and rank == 0 else -1).backward()
 
@@ -110,8 +89,7 @@ def test_a_backward_that_ends_early_on_one_rank_is_refused() -> None:
 
 
 def _one_mode_on_each_rank(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac="none")
+    model = parallelize(seeded(Skipping), ac="none")
     for _ in range(3):
         model(torch.ones(2, WIDTH)).backward()
     if rank == 0:
@@ -128,8 +106,7 @@ def test_an_evaluation_on_one_rank_alone_is_refused() -> None:
 
 @on_ranks(2)
 def test_ranks_that_skip_the_same_layers_train(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac="full")
+    model = parallelize(seeded(Skipping), ac="full")
     for step in range(6):
         mine = {"skipped": (step % 4,), "head": "words" if step % 2 else "tags", "cut": step % 3}
         model(torch.ones(2, WIDTH), **mine).backward()
@@ -155,8 +132,7 @@ def test_layer_drop_that_transformers_turns_off_is_said() -> None:
 @on_ranks(2)
 def test_an_old_question_is_none(rank: int, world: int) -> None:
     """One rank waits for the other at each change of the mode, then none changes for longer than a look at the store."""
-    torch.manual_seed(0)
-    model = parallelize(Skipping(), ac="none")
+    model = parallelize(seeded(Skipping), ac="none")
     for train in (True, False, True, True, False, True):
         torch.distributed.barrier()
         time.sleep(0.02 * rank)
@@ -170,19 +146,8 @@ def test_an_old_question_is_none(rank: int, world: int) -> None:
         model(torch.ones(2, WIDTH)).backward()
 
 
-class _Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 def _layers() -> tuple[nn.Module, torch.Tensor]:
-    return parallelize(_Layers(), "fsdp2", "none", device="cpu"), torch.rand(2, 8)
+    return parallelize(Stack([Block(8), Block(8)]), "fsdp2", "none", device="cpu"), torch.rand(2, 8)
 
 
 def _skips(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
@@ -214,7 +179,7 @@ def test_a_backward_that_one_rank_leaves_out_is_named_on_both(
 ) -> None:
     errors = run_ranks(2, _left_out, step, at, return_exceptions=True)
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
-    wanted = "next is the backward of blocks.1 on rank 0 and a forward in training mode with gradients on rank 1"
+    wanted = "next is the backward of layers.1 on rank 0 and a forward in training mode with gradients on rank 1"
     assert all(wanted in str(error) and "left a backward out" in str(error) for error in errors), errors
 
 
@@ -229,13 +194,11 @@ def test_forwards_in_a_row_put_few_questions(rank: int, world: int) -> None:
         asked.append(event)
         ask(order, index, event)
 
-    layer_order.LayerOrder._ask = noted  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_order.LayerOrder, "_ask", noted)
         for evaluated in (0, 0, 0, 12, 30, 50):
             asked.clear()
             (model(x).mean() + model(x).square().mean()).backward()
             for _ in range(evaluated):
                 model(x)
             assert len(asked) <= (2 if evaluated else 0), asked
-    finally:
-        layer_order.LayerOrder._ask = ask  # type: ignore[method-assign]

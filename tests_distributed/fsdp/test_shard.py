@@ -17,7 +17,17 @@ from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
-from tests.checks import assert_bitwise, gradients_of, whole
+from tests.checks import (
+    assert_bitwise,
+    assert_near,
+    gradients_of,
+    mean_over_ranks,
+    on_meta,
+    seeded,
+    step,
+    update,
+    whole,
+)
 from tests.models.tiny import VOCAB, Decoder, llama, tokens
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -26,8 +36,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _decoder(**changes: Any) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(**changes)
+    return seeded(Decoder, **changes)
 
 
 def _wrap(model: Decoder, how: str) -> None:
@@ -41,13 +50,6 @@ def _wrap(model: Decoder, how: str) -> None:
         elif how == "submodule":
             layer.up = CheckpointWrapper(layer.up)
             layer.norm = CheckpointWrapper(layer.norm)
-
-
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (found[name].float() - gradient.float()).norm() / gradient.float().norm().clamp_min(1e-12)
-        assert error <= tolerance, (name, error.item())
 
 
 # ------------------------------------------------------------------------------------------------------ units and order
@@ -107,27 +109,17 @@ def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(
     ids = tokens(rows=4)
     make = _decoder if which == "decoder" else llama
 
-    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch) if which == "decoder" else model(input_ids=batch, labels=batch).loss
+    def batch(ids: Tensor) -> dict[str, Tensor]:
+        return {"ids": ids} if which == "decoder" else {"input_ids": ids, "labels": ids}
 
-    torch.manual_seed(0)
-    single = make()
-    expected_loss = loss_of(single, ids)
-    expected_loss.backward()
-
-    torch.manual_seed(0)
-    model = make()
+    model = seeded(make)
     layers = model.layers if which == "decoder" else model.model.layers
     if which == "decoder":
         _wrap(model, "full")
     shard_layers(model, list(layers), build_mesh(dp_replicate=replicate))
-    loss = loss_of(model, ids.chunk(world_size)[rank])
-    loss.backward()
-    mean = loss.detach().clone()
-    torch.distributed.all_reduce(mean)
-    assert abs(mean.item() / world_size - expected_loss.item()) <= 1e-5 * abs(expected_loss.item())
+    found = step(model, **batch(ids.chunk(world_size)[rank]))
     # The sum over tokens is taken in another order than on one device, so not bitwise; 1e-5 is the project's bound.
-    _same(gradients_of(model), gradients_of(single))
+    assert_near(found | {"loss": mean_over_ranks(found["loss"])}, step(seeded(make), **batch(ids)))
 
 
 # ---------------------------------------------------------------------------------------------- counted collectives
@@ -246,10 +238,8 @@ def test_a_shared_parameter_is_in_one_group_and_trains(
     rank: int, world_size: int, what: str, units: list[str], how: str
 ) -> None:
     ids = tokens()
-    torch.manual_seed(0)
-    single = _Shared(what)
-    torch.manual_seed(0)
-    model = _Shared(what)
+    single = seeded(_Shared, what)
+    model = seeded(_Shared, what)
     loop = what == "loop"
     if loop:
         wrapped = {layer: CheckpointWrapper(layer) if how == "full" else layer for layer in model.layers}
@@ -262,11 +252,10 @@ def test_a_shared_parameter_is_in_one_group_and_trains(
     for _ in range(2):
         for net, optimizer in zip((single, model), optimizers):
             net(ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, expected), (_, param) in zip(single.named_parameters(), model.named_parameters()):
-        # The same batch on every rank; a looped block's two gradients are averaged over ranks one by one.
-        torch.testing.assert_close(whole(param), expected, rtol=1e-5, atol=1e-6, msg=name)
+            update(optimizer)
+    # The same batch on every rank; a looped block's two gradients are averaged over ranks one by one.
+    found, wanted = ([whole(param) for param in net.parameters()] for net in (model, single))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert [unit.name for unit in plan.units] == units
 
 
@@ -347,8 +336,7 @@ def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_s
 
     found = {}
     for deferred in (False, True):
-        torch.manual_seed(0)
-        model = _Experts()
+        model = seeded(_Experts)
         _wrap(model, "full")
         shard_layers(model, list(model.layers), build_mesh(), mp_policy=BF16)
         for index in range(2):
@@ -357,7 +345,7 @@ def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_s
             model(tokens(seed=10 * rank + index)).backward()
         found[deferred] = gradients_of(model)
     # Without deferring, the ranks are summed first and the microbatches last: float32, another order.
-    _same(found[True], found[False], tolerance=1e-5)
+    assert_near(found[True], found[False])
 
 
 # --------------------------------------------------------------------------------------------------- odd parameters
@@ -383,8 +371,7 @@ def test_parameters_that_cannot_be_sharded_are_whole_on_every_rank(rank: int, wo
 def test_cpu_offload_materializes_in_host_memory(rank: int, world_size: int) -> None:
     from nemo_like.distributed.weights.materialize import materialize
 
-    with torch.device("meta"):
-        model = Decoder()
+    model = on_meta(Decoder)
     shard_layers(model, list(model.layers), build_mesh(), options=FSDP2(cpu_offload=True))
     materialize(model)
     model(tokens()).backward()

@@ -80,17 +80,9 @@ def _layers_of(plan: UnitPlan) -> list[nn.Module]:
     return [unit.modules[0] for unit in plan.layers]
 
 
-class _Looks(nn.Module):
-    """An encoder beside a decoder; its only linear layer of its own is a projector, not a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = Decoder(layers=2)
-        self.projector = nn.Linear(16, 16)
-
-
 def test_the_head_is_told_from_a_projector() -> None:
-    model = _Looks()
+    """The model's only linear layer of its own is a projector beside a decoder."""
+    model = nn.ModuleDict({"decoder": Decoder(layers=2), "projector": nn.Linear(16, 16)})
     tail = plan_units(model, list(model.decoder.layers)).tail
     assert tail is not None and tail.modules == (model.decoder.norm, model.decoder.head)
     del model.decoder.head
@@ -102,18 +94,14 @@ def test_the_tail_can_be_named_or_left_out() -> None:
     assert plan_units(model, list(model.layers), tail=None).tail is None
     named = plan_units(model, list(model.layers), tail=[model.head]).tail
     assert named is not None and named.modules == (model.head,)
-    with pytest.raises(ValueError, match=r"tail module 'layers\.0\.up' overlaps a layer"):
-        plan_units(model, list(model.layers), tail=[model.layers[0].up])
-    with pytest.raises(ValueError, match="tail is 'head'; it must be 'auto'"):
-        plan_units(model, list(model.layers), tail="head")
-    with pytest.raises(ValueError, match="tail has a Linear that is not in the model"):
-        plan_units(model, list(model.layers), tail=[nn.Linear(2, 2)])
-
-
-class _Scalar(Decoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].gain = nn.Parameter(torch.tensor(1.0))
+    wrong: list[tuple[Any, str]] = [
+        ([model.layers[0].up], r"tail module 'layers\.0\.up' overlaps a layer"),
+        ("head", "tail is 'head'; it must be 'auto'"),
+        ([nn.Linear(2, 2)], "tail has a Linear that is not in the model"),
+    ]
+    for tail, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            plan_units(model, list(model.layers), tail=tail)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +141,10 @@ def test_an_embedding_that_is_not_the_input_belongs_to_the_root() -> None:
 
 def test_a_trainable_scalar_and_a_second_call_are_refused() -> None:
     with fake_rank(0, 2):
-        mesh = build_mesh(device_type="cpu")
+        mesh, model = build_mesh(device_type="cpu"), Decoder()
+        model.layers[0].gain = nn.Parameter(torch.tensor(1.0))
         with pytest.raises(ValueError, match=r"'layers\.0\.gain' is a trainable scalar"):
-            shard_layers(model := _Scalar(), list(model.layers), mesh)
+            shard_layers(model, list(model.layers), mesh)
         model = Decoder()
         shard_layers(model, list(model.layers), mesh)
         with pytest.raises(ValueError, match="sharded already"):

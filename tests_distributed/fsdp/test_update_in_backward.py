@@ -14,21 +14,21 @@ from nemo_like import FSDP2, DryRun, Job, OptimizerInBackward, StepSpec, dry_run
 from nemo_like.fake_rank import SAME
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from tests.models.tiny import VOCAB, Decoder, llama
+from tests.checks import on_meta, same, seeded, update, weights_of
+from tests.models.blocks import Stack
+from tests.models.tiny import VOCAB, Decoder, Headed, llama
 from tests_distributed.spawn import on_ranks
 
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
 def _trained(strategy: str, ac: str, *, in_backward: bool, steps: int = 3) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = parallelize(Decoder(), strategy, ac, device="cpu")
+    model = parallelize(seeded(Decoder), strategy, ac, device="cpu")
     optimizer: Any = optimizer_in_backward(model, ADAMW) if in_backward else ADAMW(model.parameters())
     for step in range(steps):
         _backward(model, step)
         if not in_backward:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     return model, optimizer
 
 
@@ -38,11 +38,7 @@ def _backward(model: nn.Module, seed: int) -> None:
 
 
 def _same(model: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, _local(model), _local(other)))
-
-
-def _local(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+    return same(weights_of(model), weights_of(other))
 
 
 @pytest.mark.parametrize("ac", ["none", "full"])
@@ -61,21 +57,6 @@ def test_shards_are_trained_the_same(rank: int, world: int, ac: str) -> None:
     assert list(handle.state_dict()) == [name for name, _ in model.named_parameters()]
 
 
-class _Tasks(nn.Module):
-    """Two heads, of which a call uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
-        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
-
-    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.heads[task](x).square().mean()
-
-
 @on_ranks(2)
 def test_a_parameter_that_no_rank_uses_is_not_stepped(rank: int, world: int) -> None:
     """Judge: the loop that steps behind backward. Momentum and weight decay would move a parameter without a gradient."""
@@ -83,14 +64,13 @@ def test_a_parameter_that_no_rank_uses_is_not_stepped(rank: int, world: int) -> 
     kinds: tuple[Any, ...] = (ADAMW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
     for tasks in (("aaaa", "aaaa"), ("abab", "abab"), ("aabb", "abba")):  # of the two ranks, in four steps
         for build in kinds:
-            behind, within = (parallelize(_Tasks(), "fsdp2", "none", device="cpu") for _ in range(2))
+            behind, within = (parallelize(seeded(Headed), "fsdp2", "none", device="cpu") for _ in range(2))
             optimizer = build(behind.parameters())
             optimizer_in_backward(within, build)
             for task in tasks[rank]:
-                behind(x, task).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                within(x, task).backward()
+                behind(x, task).square().mean().backward()
+                update(optimizer)
+                within(x, task).square().mean().backward()
                 assert all(param.grad is None for param in within.parameters())
                 assert _same(behind, within), (tasks, task)
 
@@ -124,23 +104,19 @@ def test_a_tied_weight_is_stepped_once_and_one_without_a_gradient_not_at_all() -
 WIDTH, LAYERS = 64, 3
 
 
-class _Wide(nn.Module):
+class _Wide(Stack):
     """Layers whose weights are nearly all that there is."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        super().__init__(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum()
+        return super().forward(x).square().sum()
 
 
 def _run(optimizer: str, in_backward: bool, **asked: Any) -> DryRun:
     step = StepSpec(optimizer=optimizer, in_backward=in_backward)
-    with torch.device("meta"):
-        model = _Wide()
+    model = on_meta(_Wide)
     return dry_run(
         model, Job.of(ac="none", gpu="h100-80gb", step=step, layers="layers.*", **asked), torch.zeros(1, WIDTH)
     )
@@ -176,8 +152,7 @@ def test_gradients_are_freed_one_by_one() -> None:
 
 
 def test_a_compiled_layer_has_the_temporaries_of_an_update_too() -> None:
-    with torch.device("meta"):
-        model = _Wide()
+    model = on_meta(_Wide)
     size, parts = 4 * WIDTH * WIDTH, []
     for compile in (None, "aot_eager"):
         job = Job.of("single", ac="none", compile=compile, gpu="h100-80gb", layers="layers.*",

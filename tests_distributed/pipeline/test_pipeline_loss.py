@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.options import ChunkedLoss, PipelineParallel
+from tests.checks import seeded
 from tests.models.families import DIM, VOCAB, Block, hf
 from tests.models.tiny import llama
 from tests_distributed.context.cut_models import without_dropout
@@ -158,11 +159,10 @@ def _differences(pipeline: Any, whole: nn.Module, batch: Mapping[str, Any], wher
     off += [] if abs(evaluated - loss) <= 2e-6 * abs(loss) else [f"{where}: evaluated {evaluated} for {loss}"]
     grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     least = 1e-3 * max(grad.norm() for grad in grads.values())
-    for name, parameter in pipeline.named_parameters():
-        wanted = grads.get(name)
-        if wanted is None:
-            continue
-        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(wanted)
+    parameters = dict(pipeline.named_parameters())
+    for name in parameters.keys() & grads.keys():
+        grad, wanted = parameters[name].grad, grads[name]
+        grad = grad if grad is not None else torch.zeros_like(wanted)
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         error = (grad - wanted).norm() / wanted.norm().clamp(min=least)
         off += [] if error < 1e-5 else [f"{where}: {name} {error:.1e}"]
@@ -170,8 +170,7 @@ def _differences(pipeline: Any, whole: nn.Module, batch: Mapping[str, Any], wher
 
 
 def _plain(loss: Callable[[Tensor, Batch], Tensor]) -> nn.Module:
-    torch.manual_seed(0)
-    return without_dropout(Decoder(loss).train())
+    return without_dropout(seeded(Decoder, loss).train())
 
 
 def _pipeline(model: nn.Module, batch: Mapping[str, Any], said: Said | None = None, **options: Any) -> Any:
@@ -199,7 +198,10 @@ def test_every_loss_of_a_plain_model(rank: int, world_size: int, names: tuple[st
     assert not off, off
 
 
-_REFUSED = "pp cannot add up the losses of this Decoder's micro-batches under loss_mean"
+def _assert_refused(pipeline: Any) -> None:
+    with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's micro-batches under loss_mean"):
+        pipeline.step(**_batch(True))
+    assert all(parameter.grad is None for parameter in pipeline.parameters())
 
 
 FIRST_WRONG = ("contrastive", "two counts by hand", "a mean said to be a sum", "two means")
@@ -215,9 +217,7 @@ def test_a_loss_that_is_another_mean_than_said_is_refused_on_every_rank(
         said, loss = WRONG[name]
         pipeline = _pipeline(_plain(loss), _batch(True), said)
         before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-        with pytest.raises(ValueError, match=_REFUSED):
-            pipeline.step(**_batch(True))
-        assert all(parameter.grad is None for parameter in pipeline.parameters()), name
+        _assert_refused(pipeline)
         assert all(torch.equal(value, before[key]) for key, value in pipeline.state_dict().items())
 
 
@@ -244,9 +244,7 @@ def test_a_mean_that_a_later_batch_shows_to_be_another(rank: int, world_size: in
         pipeline = _pipeline(_plain(loss), _batch(False), said)
         pipeline.step(**_batch(False))
         pipeline.zero_grad()
-        with pytest.raises(ValueError, match=_REFUSED):
-            pipeline.step(**_batch(True))
-        assert all(parameter.grad is None for parameter in pipeline.parameters())
+        _assert_refused(pipeline)
 
 
 class Penalised(Decoder):
@@ -272,21 +270,18 @@ def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows(rank: in
     full, padded = _batch(False), _batch(False)
     for row in range(1, ROWS):
         padded["input_ids_again"][row, LENGTH - row :] = 0
-    torch.manual_seed(0)
-    whole = without_dropout(Decoder(_padded_ids).train())
+    whole = without_dropout(seeded(Decoder, _padded_ids).train())
     pipeline = _pipeline(copy.deepcopy(whole), full, lambda batch: (batch["input_ids_again"] != 0).sum())
     wrong = []
     for name, batch in (("full", full), ("padded", padded), ("counts", _batch(True))):
         wrong += _differences(pipeline, whole, batch, name)
     # A term that gives the hidden states no gradient counts once in each micro-batch: a mean over rows, and no other.
     for said, loss in (("rows", RIGHT["sum / numel"][1]), ("tokens", RIGHT["mean over labels"][1])):
-        torch.manual_seed(0)
-        whole = without_dropout(Penalised(loss).train())
+        whole = without_dropout(seeded(Penalised, loss).train())
         wrong += _differences(_pipeline(copy.deepcopy(whole), padded, said), whole, padded, f"penalised, {said}")
         with pytest.raises(ValueError, match="this Penalised's micro-batches"):
             _pipeline(copy.deepcopy(whole), padded, "sum").step(**padded)
-    torch.manual_seed(0)
-    whole = without_dropout(InDict(RIGHT["mean over labels"][1]).train())
+    whole = without_dropout(seeded(InDict, RIGHT["mean over labels"][1]).train())
     loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full, "tokens").step(**full)
     assert wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"]) == []
 
@@ -368,10 +363,8 @@ def test_losses_of_hugging_face_models(rank: int, world_size: int, names: tuple[
     off = []
     for name in names:
         build, asked = HUGGING_FACE[name]
-        torch.manual_seed(0)
-        whole = without_dropout(build().float().train())
-        torch.manual_seed(0)
-        staged = without_dropout(build().float().train())
+        whole = without_dropout(seeded(build).float().train())
+        staged = without_dropout(seeded(build).float().train())
         plain = name == "torch's encoder"
         said = "tokens" if plain else "rows" if "start_positions" in asked else None
         pipeline = _pipeline(staged, _words(asked, False), said)
@@ -387,8 +380,7 @@ def test_losses_of_hugging_face_models(rank: int, world_size: int, names: tuple[
 
 
 def _llama() -> nn.Module:
-    torch.manual_seed(0)
-    return llama(num_hidden_layers=2).float().train()
+    return seeded(llama, num_hidden_layers=2).float().train()
 
 
 @on_ranks(2, timeout=120)
@@ -396,8 +388,7 @@ def test_the_number_of_items_is_the_callers(rank: int, world_size: int) -> None:
     """What a loss is divided by, as the caller says it: in a model that heeds it; one that does not is refused."""
     off = []
     for build in (_llama, HUGGING_FACE["BERT, masked"][0]):
-        torch.manual_seed(0)
-        whole = without_dropout(build().float().train())
+        whole = without_dropout(seeded(build).float().train())
         torch.manual_seed(0)
         pipeline = _pipeline(without_dropout(build().float().train()), _words((), True))
         off += _differences(pipeline, whole, _words((), True), type(whole).__name__)

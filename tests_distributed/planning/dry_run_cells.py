@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from nemo_like.fake_rank import DryRun, dry_run
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, ContextParallel, ExpertParallel, PipelineParallel, StepSpec, TensorParallel
+from tests.checks import labelled
 from tests_distributed.planning.peak_families import FAMILIES, WELL_KNOWN, WITH_EXPERTS, build, tokens
 
 MOST = 0.005
@@ -145,8 +146,7 @@ def _pairs(cell: Cell) -> set[tuple[Any, Any]]:
 
 def run(cell: Cell) -> DryRun:
     """Run the cell's job on its rank."""
-    ids = tokens(2)
-    return dry_run(build(cell.family), cell.job, {"input_ids": ids, "labels": ids}, rank=cell.rank)
+    return dry_run(build(cell.family), cell.job, labelled(tokens(2)), rank=cell.rank)
 
 
 def main(path: Path, part: int = 0, parts: int = 1) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed import get_model_state
-from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.options import TensorParallel
-from tests.checks import assert_bitwise, gradients_of
+from tests.checks import assert_bitwise, gradients_of, mean_over_ranks, seeded
 from tests_distributed.spawn import on_ranks, run_ranks
-from tests_distributed.tensor.test_tensor_parallel import assert_same_step, batch, build, loss_of
+from tests_distributed.tensor.test_tensor_parallel import assert_same_step, batch, build, cut, loss_of, step_of
 
 peft = pytest.importorskip("peft")
 
@@ -52,16 +50,8 @@ def whole_parts_differ(model: nn.Module) -> list[str]:
 
 
 def _step(rank: int, world_size: int, sequence_parallel: bool, more: dict[str, Any]) -> dict[str, str]:
-    reference = adapted(**more)
-    torch.manual_seed(5)
-    expected = loss_of(reference, batch())
-    expected.backward()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    model = apply_tensor_parallel(adapted(**more), mesh, sequence_parallel=sequence_parallel)
-    torch.manual_seed(5)
-    loss = loss_of(model, batch())
-    loss.backward()
-    assert_same_step(model, loss.detach(), reference, expected.detach(), str(more))
+    model = cut(adapted(**more), sequence_parallel=sequence_parallel)
+    assert_same_step(seeded(step_of, model, seed=5), seeded(step_of, adapted(**more), seed=5), str(more))
     assert whole_parts_differ(model) == []
     return {
         name.removeprefix("base_model.model.model.layers.0."): str(p.placements[0])
@@ -103,7 +93,6 @@ def test_dropout_in_front_of_whole_factors_is_that_of_one_process(sequence_paral
 @on_ranks(2)
 def test_other_models(rank: int, world_size: int, sequence_parallel: bool) -> None:
     """A head that shares its weight, norms of heads, two adapters, and a model that PEFT has changed without wrapping it."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
 
     def tied_head() -> nn.Module:
         return adapted("qwen3", target_modules=["q_proj", "o_proj", "lm_head"])
@@ -118,11 +107,8 @@ def test_other_models(rank: int, world_size: int, sequence_parallel: bool) -> No
         return peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=list(TARGETS), **LARGE), build("llama"))
 
     for made in (tied_head, two, without_wrapping):
-        reference, model = made(), apply_tensor_parallel(made(), mesh, sequence_parallel=sequence_parallel)
-        expected, loss = loss_of(reference, batch()), loss_of(model, batch())
-        expected.backward()
-        loss.backward()
-        assert_same_step(model, loss.detach(), reference, expected.detach(), made.__name__)
+        model = cut(made(), sequence_parallel=sequence_parallel)
+        assert_same_step(step_of(model), step_of(made()), made.__name__)
         assert whole_parts_differ(model) == []
 
 
@@ -152,13 +138,8 @@ def test_fsdp_times_tp_trains_as_one_process(rank: int, world_size: int, sequenc
     for _ in range(2):
         for each in (optimizer, mine):
             each.zero_grad()
-        expected = loss_of(reference, batch())
-        expected.backward()
-        loss = loss_of(model, batch().chunk(2)[rank // 2])
-        loss.backward()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        assert_same_step(model, mean / world_size, reference, expected.detach(), "FSDP2")
+        found = step_of(model, batch().chunk(2)[rank // 2])
+        assert_same_step(found | {"loss": mean_over_ranks(found["loss"])}, step_of(reference), "FSDP2")
         for each in (optimizer, mine):
             each.step()
 
@@ -180,7 +161,6 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_cannot_be_cut_is_refused_and_left_untouched(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     q = r"'base_model\.model\.model\.layers\.0\.self_attn\.q_proj'.*: "
 
     def merged() -> nn.Module:
@@ -243,7 +223,7 @@ def test_what_cannot_be_cut_is_refused_and_left_untouched(rank: int, world_size:
     for made, plan, options, message in cases:
         model, before = made(), made()
         with pytest.raises(ValueError, match=message):
-            apply_tensor_parallel(model, mesh, plan, **options)
+            cut(model, plan, **options)
         assert_bitwise(model.state_dict(), before.state_dict(), message)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
         assert not any("forward" in vars(module) for module in model.modules()), message

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
+from tests.checks import seeded
 from tests_distributed.allocated import allocator_events
 from tests_distributed.spawn import on_ranks
 
@@ -27,8 +28,7 @@ class Scaled(nn.Embedding):
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Embedding] = nn.Embedding, **options: object) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed = kind(ROWS, WIDTH, **options)  # type: ignore[arg-type]
+        self.embed = seeded(kind, ROWS, WIDTH, **options)  # type: ignore[arg-type]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.embed(ids)

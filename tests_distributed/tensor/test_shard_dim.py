@@ -17,6 +17,7 @@ from nemo_like.distributed.weights.state_dict import get_model_state
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
+from tests.checks import labelled, on_meta, update
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -76,8 +77,7 @@ EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
-    with torch.device("meta"):
-        model = _mixtral(8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
+    model = on_meta(_mixtral, 8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
     sample = {"input_ids": torch.zeros(1, 32, dtype=torch.long), "labels": torch.zeros(1, 32, dtype=torch.long)}
     query = PlanQuery.from_model(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
     exact = sum(p.numel() * p.element_size() for p in model.parameters()) / 64
@@ -125,8 +125,7 @@ def test_the_predicted_peak_is_the_measured_one(
     rank: int, ranks: int, experts: int, precision: str | None, mode: str
 ) -> None:
     """Without checkpointing the peak is where a layer is gathered ahead, of which gloo makes a copy."""
-    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
-    sample = {"input_ids": batch, "labels": batch}
+    sample = labelled(torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank)))
     model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
     setup = Job.of(world_size=ranks, step=step, precision=precision)
     query = PlanQuery.from_model(model, sample, setup.change(gpu=resolve_device("cpu")))
@@ -136,8 +135,7 @@ def test_the_predicted_peak_is_the_measured_one(
 
     def run() -> None:
         model(**sample).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     run()
     predicted, measured = plan.peak_bytes, step_peak_bytes(model, optimizer, run)
@@ -149,8 +147,7 @@ def _filled(rank: int, world_size: int, path: str) -> list[str]:
     whole = dict(_mixtral(3).named_parameters())
     wrong = []
     for source in ({"state_dict": dict(whole)}, {"checkpoint": path}):
-        with torch.device("meta"):
-            model = _mixtral(3)
+        model = on_meta(_mixtral, 3)
         model = materialize(parallelize(model, "fsdp2", "none", device="cpu"), **source)
         wrong += [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), whole[name])]
         state = get_model_state(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
-from tests.checks import assert_bitwise, gradients_of, whole
+from tests.checks import assert_bitwise, backward, gradients_of, mean_over_ranks, on_meta, seeded, whole
 from tests.models.families import FAMILIES
 from tests.models.tied_decoder import DIM, HEADS, VOCAB, Block, TiedDecoder
 from tests_distributed.counting import CountOps, heard
@@ -55,6 +56,12 @@ def plan_of(name: str) -> dict | None:
     return PLAIN_PLAN if name == "plain" else None
 
 
+def cut(model: nn.Module, plan: Any = None, **options: Any) -> nn.Module:
+    """`model`, split over all ranks."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return apply_tensor_parallel(model, mesh["tp"], plan, **options)
+
+
 def batch() -> torch.Tensor:
     return torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
 
@@ -65,21 +72,23 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def assert_same_step(
-    model: nn.Module, loss: torch.Tensor, reference: nn.Module, expected: torch.Tensor, what: str
-) -> None:
+def step_of(model: nn.Module, ids: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The loss, as ``"loss"``, and the whole gradients by name."""
+    return {"loss": backward(loss_of(model, batch() if ids is None else ids)), **gradients_of(model)}
+
+
+def assert_same_step(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str) -> None:
     """Equal within 1e-5 relative to the largest entry: sums over ranks are added in another order.
 
     A gradient that is zero but for rounding (that of the keys' bias: softmax does not see it) is measured against the
     other gradients instead.
     """
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0, msg=lambda m: f"{what}: {m}")
-    got, wanted = gradients_of(model), gradients_of(reference)
-    assert got.keys() == wanted.keys(), what
-    rounding = 1e-2 * max(grad.abs().max() for grad in wanted.values())
-    for name, grad in wanted.items():
-        difference = (got[name] - grad).abs().max() / grad.abs().max().clamp(min=rounding)
-        assert difference < 1e-5, f"{what}, {name}: relative difference {difference:.2e}"
+    assert found.keys() == wanted.keys(), where
+    rounding = 1e-2 * max(grad.abs().max() for name, grad in wanted.items() if name != "loss")
+    for name, value in wanted.items():
+        least = 0.0 if name == "loss" else rounding
+        difference = (found[name] - value).abs().max() / value.abs().max().clamp(min=least)
+        assert difference < 1e-5, f"{where}, {name}: relative difference {difference:.2e}"
 
 
 @pytest.mark.few(1)
@@ -91,9 +100,7 @@ def assert_same_step(
 def test_fsdp_times_tp_equals_one_rank_in_every_mode(
     rank: int, world_size: int, name: str, modes: tuple[str, ...], sequence_parallel: bool
 ) -> None:
-    reference = build(name)
-    expected = loss_of(reference, batch())
-    expected.backward()
+    wanted = step_of(build(name))
     mesh = build_mesh(tp=2, device_type="cpu")
     ids = batch().chunk(2)[mesh.get_local_rank("dp_shard")]
     for mode in modes:
@@ -101,11 +108,8 @@ def test_fsdp_times_tp_equals_one_rank_in_every_mode(
         apply_tensor_parallel(model, mesh["tp"], plan_of(name), sequence_parallel=sequence_parallel)
         apply_activation_checkpointing(model, mode)
         shard_layers(model, find_layers(model), mesh)
-        loss = loss_of(model, ids)
-        loss.backward()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        assert_same_step(model, mean / world_size, reference, expected.detach(), f"{name}, {mode}")
+        found = step_of(model, ids)
+        assert_same_step(found | {"loss": mean_over_ranks(found["loss"])}, wanted, f"{name}, {mode}")
 
 
 @pytest.mark.few(1)
@@ -130,33 +134,25 @@ def test_attention_dropout_beside_tensor_parallelism(
 
 
 def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:
-    reference = build(name)
-    expected = loss_of(reference, batch())
-    expected.backward()
-    model = build(name)
-    apply_tensor_parallel(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"])
-    loss = loss_of(model, batch())
-    loss.backward()
-    assert_same_step(model, loss.detach(), reference, expected.detach(), name)
+    model = cut(build(name))
+    assert_same_step(step_of(model), step_of(build(name)), name)
     return {parameter: isinstance(value, DTensor) for parameter, value in model.named_parameters()}
 
 
 def test_styles_of_the_installed_plan() -> None:
     """Styles newer than ours (fused experts) come from the transformers in use."""
-    cut = run_ranks(2, _one_dimensional, "mixtral")[0]
-    assert cut["model.layers.0.mlp.experts.gate_up_proj"] and cut["lm_head.weight"]
-    assert not cut["model.layers.0.input_layernorm.weight"]
+    split = run_ranks(2, _one_dimensional, "mixtral")[0]
+    assert split["model.layers.0.mlp.experts.gate_up_proj"] and split["lm_head.weight"]
+    assert not split["model.layers.0.input_layernorm.weight"]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
 def test_selective_replays_no_sum(rank: int, world_size: int, sequence_parallel: bool) -> None:
     """It gathers a cut sequence again: what was gathered is the whole one, which should not be held on every rank."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     counts = {}
     for mode in ("none", "selective") if sequence_parallel else ("none", "selective", "full"):
-        model = build("llama", num_hidden_layers=1)
-        apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
+        model = cut(build("llama", num_hidden_layers=1), sequence_parallel=sequence_parallel)
         apply_activation_checkpointing(model, mode)
         with CountOps("_c10d_functional") as counter:
             loss_of(model, batch()).backward()
@@ -176,31 +172,24 @@ def test_selective_replays_no_sum(rank: int, world_size: int, sequence_parallel:
 
 @on_ranks(2)
 def test_loss_parallel_head(rank: int, world_size: int) -> None:
-    reference = build("llama")
-    expected = loss_of(reference, batch())
-    expected.backward()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    model = apply_tensor_parallel(build("llama"), mesh, loss_parallel=True)
+    model = cut(build("llama"), loss_parallel=True)
     with loss_parallel():
         logits = model(batch()).logits
         assert logits.to_local().shape[-1] == VOCAB // world_size
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch()[:, 1:].flatten())
-        loss.backward()
-    assert_same_step(model, whole(loss.detach()), reference, expected.detach(), "loss parallel")
+        loss = backward(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch()[:, 1:].flatten()))
+    assert_same_step({"loss": whole(loss), **gradients_of(model)}, step_of(build("llama")), "loss parallel")
 
 
 @on_ranks(2)
 def test_tied_weights_stay_tied(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     for name in ("plain", "qwen3"):
-        model = apply_tensor_parallel(build(name), mesh, plan_of(name))
+        model = cut(build(name), plan_of(name))
         head, embed = (model.head, model.embed) if name == "plain" else (model.lm_head, model.model.embed_tokens)
         assert head.weight is embed.weight and head.weight.to_local().shape[0] == VOCAB // world_size
 
 
 @on_ranks(2)
 def test_bad_requests_leave_the_model_untouched(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     cases = [
         ("plain", None, "brings no tensor-parallel plan"),
         (
@@ -219,25 +208,30 @@ def test_bad_requests_leave_the_model_untouched(rank: int, world_size: int) -> N
     for name, plan, message in cases:
         model = build(name)
         with pytest.raises((ValueError, TypeError), match=message):
-            apply_tensor_parallel(model, mesh, plan)
+            cut(model, plan)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
         assert loss_of(model, batch()).item() == loss_of(build(name), batch()).item(), "the model is as it was"
-    once = apply_tensor_parallel(build("llama"), mesh)
-    with pytest.raises(ValueError, match="already"):
-        apply_tensor_parallel(once, mesh)
-    with pytest.raises(ValueError, match="pass the tensor-parallel one"):
-        apply_tensor_parallel(build("llama"), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp")))
-    with pytest.raises(TypeError, match="DeviceMesh"):
-        apply_tensor_parallel(build("llama"), world_size)
-    with pytest.raises(ValueError, match="does not cut the output head"):
-        apply_tensor_parallel(build("plain"), mesh, {"blocks.*.mlp.up": "colwise"}, loss_parallel=True)
-    with pytest.raises(ValueError, match="cuts nothing in the layer"):
-        apply_tensor_parallel(build("plain"), mesh, {"head": "colwise_gather_output"}, sequence_parallel=True)
+    once, two = cut(build("llama")), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: cut(once), ValueError, "already"),
+        (lambda: apply_tensor_parallel(build("llama"), two), ValueError, "pass the tensor-parallel one"),
+        (lambda: apply_tensor_parallel(build("llama"), world_size), TypeError, "DeviceMesh"),
+        (
+            lambda: cut(build("plain"), {"blocks.*.mlp.up": "colwise"}, loss_parallel=True),
+            ValueError, "does not cut the output head",
+        ),
+        (
+            lambda: cut(build("plain"), {"head": "colwise_gather_output"}, sequence_parallel=True),
+            ValueError, "cuts nothing in the layer",
+        ),
+    ]  # fmt: skip
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
 
 
 @on_ranks(4)
 def test_heads_and_sizes_must_divide(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     for more, message in [
         ({"num_key_value_heads": 2}, r"num_key_value_heads=2, not divisible by tp=4"),
         (
@@ -248,14 +242,13 @@ def test_heads_and_sizes_must_divide(rank: int, world_size: int) -> None:
     ]:
         model = build("llama", **more)
         with pytest.raises(ValueError, match=message):
-            apply_tensor_parallel(model, mesh)
+            cut(model)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @on_ranks(2)
 def test_odd_sequence_length_is_an_error(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    model = apply_tensor_parallel(build("llama"), mesh, sequence_parallel=True)
+    model = cut(build("llama"), sequence_parallel=True)
     with pytest.raises(ValueError, match="divisible by the 2 tensor-parallel ranks, and got 15"):
         model(batch()[:, :15])
 
@@ -263,13 +256,11 @@ def test_odd_sequence_length_is_an_error(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_dtensor_activations_inside_a_region_are_bitwise(rank: int, world_size: int) -> None:
     """What replay hands to backward keeps the sharding it was saved with: gradients are bitwise those of no replay."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     grads = {}
     for mode in MODES:
         plan = {"mlp.up": ColwiseParallel(use_local_output=False), "mlp.down": RowwiseParallel(use_local_output=False)}
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block())
-        apply_tensor_parallel(model, mesh, {f"*.{name}": style for name, style in plan.items()})
+        model = seeded(lambda: nn.Sequential(Block(), Block()))
+        cut(model, {f"*.{name}": style for name, style in plan.items()})
         for block in model:
             block.mlp.register_forward_hook(lambda _m, _a, out: out.redistribute(placements=[Replicate()]).to_local())
         apply_activation_checkpointing(model, mode)
@@ -287,35 +278,31 @@ WITH_A_PLAN = (
 
 def _own_plans(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, int]:
     """How many weights each family's own plan cuts; its step is that of one rank."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    cut = {}
+    counts = {}
     for name in names:
         family = FAMILIES[name]
         # eval(): ranks would draw dropout masks for their own heads.
-        reference, model = family.build().eval(), apply_tensor_parallel(family.build().eval(), mesh)
-        expected, loss = family.step(reference), family.step(model)
-        expected.backward()
-        loss.backward()
-        assert_same_step(model, loss.detach(), reference, expected.detach(), name)
-        cut[name] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return cut
+        reference, model = family.build().eval(), cut(family.build().eval())
+        wanted, found = ({"loss": backward(family.step(each)), **gradients_of(each)} for each in (reference, model))
+        assert_same_step(found, wanted, name)
+        counts[name] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return counts
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("names", [WITH_A_PLAN[:5], WITH_A_PLAN[5:]])
 def test_the_own_plan_of_every_family_that_has_one(names: tuple[str, ...]) -> None:
-    cut = run_ranks(2, _own_plans, names, timeout=200)[0]
+    counts = run_ranks(2, _own_plans, names, timeout=200)[0]
     if not JambaConfig.base_model_tp_plan:
         return  # an older transformers, whose plans cut less: only the steps are compared
     # Jamba's plan names its experts and embeddings alone; all others cut attention and MLP in both layers.
-    assert cut.pop("jamba", 4) == 4
-    assert all(count >= 10 for count in cut.values()), cut
+    assert counts.pop("jamba", 4) == 4
+    assert all(count >= 10 for count in counts.values()), counts
 
 
 def _head_alone(rank: int, world_size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     said = heard()
-    apply_tensor_parallel(FAMILIES["qwen3_vl"].build(), mesh)
+    cut(FAMILIES["qwen3_vl"].build())
     return said
 
 
@@ -328,12 +315,9 @@ def test_a_plan_for_the_head_alone_is_announced() -> None:
 
 @on_ranks(2)
 def test_models_on_the_meta_device_stay_there(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     shapes = []
     for name in ("llama", "mixtral"):
-        with torch.device("meta"):
-            model = build(name)
-        apply_tensor_parallel(model, mesh)
+        model = cut(on_meta(build, name))
         weight = model.model.layers[0].self_attn.q_proj.weight
         assert all(parameter.is_meta for parameter in model.parameters()) and weight.shape == (DIM, DIM)
         shapes.append(tuple(weight.to_local().shape))

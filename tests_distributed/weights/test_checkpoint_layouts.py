@@ -23,7 +23,7 @@ from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
 from nemo_like.distributed.weights.tensor_locations import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.checkpoint import gather_state
-from tests.checks import whole
+from tests.checks import assert_bitwise, backward, labelled, whole
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -64,8 +64,7 @@ PLANS = {
 
 
 def _batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(1, 64, (4, 8), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+    return labelled(torch.randint(1, 64, (4, 8), generator=torch.Generator().manual_seed(1)))
 
 
 def _bare(name: str, seed: int) -> nn.Module:
@@ -102,8 +101,7 @@ class Run:
         if hasattr(self.whole, "step"):
             loss = self.whole.step(**_batch())
         else:
-            loss = self.whole(**_batch()).loss
-            loss.backward()
+            loss = backward(self.whole(**_batch()).loss)
         self.optimizer.step()
         return float(loss.detach())
 
@@ -191,8 +189,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     dcp.save(gather_state(run.model, run.optimizer)[0], checkpoint_id=f"{folder}/job")
     torch.save(state["model"], f"{folder}/rank{rank}.pt")
     truth = dict(_bare(name, seed=0).named_parameters())
-    for key, own in torch.load(f"{folder}/rank{rank}.pt").items():
-        assert torch.equal(whole(own), truth[key]), key
+    assert_bitwise(torch.load(f"{folder}/rank{rank}.pt"), truth)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
@@ -200,8 +197,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     dcp.load(own, checkpoint_id=f"{folder}/default")  # into the model's own memory
     _check_whole(run, truth, "its own state dict")
     meta = parallelize(_on_meta(name), ac="none", tp=2, device="cpu")
-    for key, own in get_model_state(materialize(meta, checkpoint=f"{folder}/default")).items():
-        assert torch.equal(whole(own), truth[key]), key
+    assert_bitwise(get_model_state(materialize(meta, checkpoint=f"{folder}/default")), truth)
 
 
 def _on_meta(name: str) -> nn.Module:

@@ -18,15 +18,14 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError, open_source
-from tests.checks import assert_bitwise, whole
+from tests.checks import assert_bitwise, backward, labelled, on_meta, seeded, update, whole
 from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _meta_llama(**changes: Any) -> nn.Module:
-    with torch.device("meta"):
-        return llama(**changes)
+    return on_meta(llama, **changes)
 
 
 def _sharded_meta_llama(**changes: Any) -> nn.Module:
@@ -36,9 +35,8 @@ def _sharded_meta_llama(**changes: Any) -> nn.Module:
 
 
 def _loss(model: nn.Module) -> float:
-    ids = tokens()
     with torch.no_grad():
-        return model(input_ids=ids, labels=ids).loss.item()
+        return model(**labelled(tokens())).loss.item()
 
 
 def _bytes_held(model: nn.Module) -> int:
@@ -48,8 +46,7 @@ def _bytes_held(model: nn.Module) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks(2)
 def test_a_meta_llama_has_bitwise_the_eager_loss(rank: int, world_size: int, tied: bool) -> None:
-    torch.manual_seed(3)
-    eager = llama(tie_word_embeddings=tied)
+    eager = seeded(llama, tie_word_embeddings=tied, seed=3)
     expected = _loss(eager)
     model = _sharded_meta_llama(tie_word_embeddings=tied)
     materialize(model, state_dict=eager.state_dict())
@@ -66,10 +63,8 @@ def test_training_moves_the_materialized_parameters(rank: int, world_size: int) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(3):
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = backward(model(input_ids=tokens(), labels=tokens()).loss)
+        update(optimizer)
         losses.append(loss.item())
     everyone: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(everyone, losses)
@@ -98,8 +93,7 @@ def test_without_a_seed_rank_zero_draws_for_all() -> None:
 
 @on_ranks(2)
 def test_an_init_fn_of_the_callers(rank: int, world_size: int) -> None:
-    with torch.device("meta"):
-        model = Decoder()
+    model = on_meta(Decoder)
     shard_layers(model, model.layers, build_mesh())
 
     def init(module: nn.Module) -> None:
@@ -112,8 +106,7 @@ def test_an_init_fn_of_the_callers(rank: int, world_size: int) -> None:
 
 
 def test_reset_parameters_is_found() -> None:
-    with torch.device("meta"):
-        model = Decoder()
+    model = on_meta(Decoder)
     materialize(model)
     assert torch.equal(model.norm.weight, torch.ones(16))
     assert model.head.weight.abs().sum() > 0
@@ -125,11 +118,9 @@ def test_reset_parameters_is_found() -> None:
 @pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "safetensors in parts", "torch"])
 @on_ranks(2)
 def test_every_kind_of_checkpoint(rank: int, world_size: int, tmp_path: Path, layout: str) -> None:
-    path = str(tmp_path)
-    torch.manual_seed(3)
-    eager = llama()
+    eager = seeded(llama, seed=3)
     expected = _loss(eager)
-    target = Path(path)
+    path, target = str(tmp_path), tmp_path / "weights.pt" if layout == "torch" else tmp_path
     if layout == "dcp":
         dcp.save({"model": eager.state_dict(), "optimizer": {"step": torch.tensor(1)}}, checkpoint_id=path)
     elif layout == "dcp-bare":
@@ -141,8 +132,7 @@ def test_every_kind_of_checkpoint(rank: int, world_size: int, tmp_path: Path, la
     elif rank == 0 and layout == "safetensors":
         eager.save_pretrained(path, max_shard_size="30KB")
     elif rank == 0:
-        torch.save(eager.state_dict(), target := target / "weights.pt")
-    target = Path(path, "weights.pt") if layout == "torch" else target
+        torch.save(eager.state_dict(), target)
     torch.distributed.barrier()
     model = _sharded_meta_llama()
     materialize(model, checkpoint=target)
@@ -193,8 +183,7 @@ def test_only_the_files_of_an_index_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_of_scalars_and_of_nothing(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(0, 2))
+    model = on_meta(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(0, 2)))
     state = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(0, 2)).state_dict()
     state["0.num_batches_tracked"] += 7
     save_file(state, file := tmp_path / "one.safetensors")
@@ -212,14 +201,18 @@ def test_names_and_shapes_are_checked_before_anything_changes() -> None:
     state = llama().state_dict()
     model = _meta_llama()
     without = {name: value for name, value in state.items() if "layers.1.mlp" not in name}
-    with pytest.raises(ValueError, match=r"lacks 3 of the model's tensors: model\.layers\.1\.mlp\.down_proj\.weight"):
-        materialize(model, state_dict=without)
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) that the model does not have: extra"):
-        materialize(model, state_dict=state | {"extra": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight with shape \(5,\); the model's has \(32,\)"):
-        materialize(model, state_dict=state | {"model.norm.weight": torch.ones(5)})
-    with pytest.raises(ValueError, match="both were given"):
-        materialize(model, state_dict=state, checkpoint="x")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"state_dict": without}, r"lacks 3 of the model's tensors: model\.layers\.1\.mlp\.down_proj\.weight"),
+        ({"state_dict": state | {"extra": torch.ones(1)}}, r"1 tensor\(s\) that the model does not have: extra"),
+        (
+            {"state_dict": state | {"model.norm.weight": torch.ones(5)}},
+            r"model\.norm\.weight with shape \(5,\); the model's has \(32,\)",
+        ),
+        ({"state_dict": state, "checkpoint": "x"}, "both were given"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            materialize(model, **given)
     assert all(p.is_meta for p in model.parameters())
     materialize(model, state_dict=state | {"extra": torch.ones(1)}, strict=False)
     assert _loss(model) == _loss(model)
@@ -287,8 +280,7 @@ def test_a_meta_tensor_that_is_not_registered_is_an_error(make: Callable[[], Any
 @on_ranks(2, timeout=100)
 def test_a_forward_before_materialize_says_so_and_can_be_made_again(rank: int, world_size: int) -> None:
     expected = decoders.loss_of(decoders.build("llama").eval(), decoders.batch()).item()
-    with torch.device("meta"):
-        model = decoders.build("llama")
+    model = on_meta(decoders.build, "llama")
     model = parallelize(model, ac="full", device="cpu").eval()
     hooks = len(model._forward_pre_hooks)
     for _ in range(2):

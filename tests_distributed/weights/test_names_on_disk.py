@@ -10,7 +10,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.distributed.weights.materialize import materialize
-from tests.checks import assert_bitwise, whole
+from tests.checks import assert_bitwise, on_meta, seeded, whole
 from tests.models.tiny import llama, tokens
 from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny
 from tests_distributed.spawn import on_ranks
@@ -75,8 +75,7 @@ def test_a_folder_is_read_as_from_pretrained_reads_it(name: str, tmp_path: Path)
 @on_ranks(2, timeout=100)
 def test_ranks_read_their_shards_of_renamed_and_of_merged_tensors(rank: int, world_size: int, tmp_path: Path) -> None:
     for name in ("LlavaForConditionalGeneration", "MixtralForCausalLM"):
-        torch.manual_seed(0)
-        eager = _tiny(name)
+        eager = seeded(_tiny, name)
         if rank == 0:
             eager.save_pretrained(tmp_path / name)
         torch.distributed.barrier()
@@ -88,9 +87,9 @@ def test_ranks_read_their_shards_of_renamed_and_of_merged_tensors(rank: int, wor
 # --------------------------------------------------------------------------------------------------------------- PEFT
 
 
-def _adapted(base: nn.Module, **options: object) -> nn.Module:
+def _adapted(base: nn.Module, *more: str, **options: object) -> nn.Module:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], **options))
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", *more], **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"init_lora_weights": "gaussian"}, {"modules_to_save": ["lm_head"]}])
@@ -98,9 +97,8 @@ def test_lora_on_a_meta_base(options: dict[str, object], tmp_path: Path) -> None
     """The judge: PEFT on `from_pretrained`; its random factors by their spread, all else to the bit."""
     llama().save_pretrained(tmp_path)
     torch.manual_seed(0)
-    eager = _adapted(type(llama()).from_pretrained(tmp_path), **options)
-    with torch.device("meta"):
-        model = _adapted(llama(), **options)
+    eager = _adapted(type(llama()).from_pretrained(tmp_path), "embed_tokens", **options)
+    model = on_meta(lambda: _adapted(llama(), "embed_tokens", **options))
     model = parallelize(model, strategy="fsdp2", ac="full", device="cpu")
     materialize(model, checkpoint=tmp_path, seed=0)
     for name, wanted in eager.named_parameters():
@@ -117,8 +115,7 @@ def test_lora_on_a_meta_base(options: dict[str, object], tmp_path: Path) -> None
 @pytest.mark.long  # the same code as on one process and as the shards above
 @on_ranks(2, timeout=100)
 def test_lora_on_a_meta_base_on_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    eager = llama()
+    eager = seeded(llama)
     if rank == 0:
         eager.save_pretrained(tmp_path)
     torch.distributed.barrier()
@@ -129,8 +126,7 @@ def test_lora_on_a_meta_base_on_ranks(rank: int, world_size: int, tmp_path: Path
 
 
 def _meta_lora() -> nn.Module:
-    with torch.device("meta"):
-        return _adapted(llama())
+    return on_meta(lambda: _adapted(llama(), "embed_tokens"))
 
 
 @pytest.mark.parametrize(
@@ -140,18 +136,11 @@ def _meta_lora() -> nn.Module:
 def test_adapters_that_begin_from_the_base_are_refused(options: dict[str, object], named: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     pytest.importorskip("peft")
-    with torch.device("meta"):
-        base = llama()
+    base = on_meta(llama)
     try:
-        model = _adapted_linear(base, **options)
+        model = on_meta(_adapted, base, **options)
     except (ValueError, RuntimeError, NotImplementedError):
         pytest.skip("PEFT itself refuses it on the meta device")
     with pytest.raises(ValueError, match=named):
         materialize(model, checkpoint=tmp_path)
     assert all(p.is_meta for n, p in model.named_parameters() if "lora_magnitude" not in n)
-
-
-def _adapted_linear(base: nn.Module, **options: object) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    with torch.device("meta"):
-        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], **options))

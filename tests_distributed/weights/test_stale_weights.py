@@ -10,19 +10,10 @@ import torch
 from torch import nn
 
 from nemo_like import FSDP2, parallelize
-from tests_distributed.small_model import WIDTH, SmallModel, tokens
+from tests.checks import backward, update
+from tests.models.tiny import Block
+from tests_distributed.small_model import SmallModel, tokens
 from tests_distributed.spawn import on_ranks
-
-
-class Block(nn.Module):
-    """Two parts, so that it is taken for a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.up(self.norm(x)).tanh()
 
 
 def _loss(model: Any) -> torch.Tensor:
@@ -40,11 +31,9 @@ def _evaluated(model: Any) -> float:
 def _evaluation_before_the_step(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
     for _ in range(3):
-        loss = _loss(model)
-        loss.backward()
+        loss = backward(_loss(model))
         losses += [loss.item(), _evaluated(model)]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses
 
 
@@ -54,8 +43,7 @@ def _evaluation_in_an_accumulation(model: Any, optimizer: torch.optim.Optimizer)
         for _ in range(2):
             _loss(model).backward()
             losses.append(_evaluated(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses
 
 
@@ -65,8 +53,7 @@ def _evaluation_before_backward(model: Any, optimizer: torch.optim.Optimizer) ->
         loss = _loss(model)
         losses.append(_evaluated(model))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses
 
 
@@ -123,10 +110,8 @@ def test_each_forward_reads_what_is_stored(rank: int, world_size: int, reshard: 
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> float:
-    loss = model(tokens(2))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    loss = backward(model(tokens(2)))
+    update(optimizer)
     return loss.item()
 
 
