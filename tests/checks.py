@@ -64,6 +64,16 @@ def assert_bitwise(found: Any, expected: Any, where: object = "") -> None:
     assert not differ, f"{where}: {differ} differ"
 
 
+class Calls:
+    """Pickled as a call of `function`, which a stranger's file could be."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
 def refused(text: str, error: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Any:
     """Expect `error` with `text`, which is no pattern, in its message."""
     return pytest.raises(error, match=re.escape(text))
