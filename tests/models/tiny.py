@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,15 @@ from tests.models.blocks import in_turn
 VOCAB = 64
 
 
-def made(family: str, kind: str = "ForCausalLM", device: str = "cpu", **sizes: Any) -> Any:
-    """A model of transformers with these values of its config: ``made("Llama", hidden_size=32)``; in training mode."""
+def made(family: str, kind: str = "ForCausalLM", device: str | None = None, **sizes: Any) -> Any:
+    """A model of transformers with these values of its config: ``made("Llama", hidden_size=32)``; in training mode.
+
+    `device`: where its weights are; None: where the caller makes tensors.
+    """
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**sizes)
-    with torch.device(device):
+    with contextlib.nullcontext() if device is None else torch.device(device):
         return getattr(transformers, f"{family}{kind}")(config).train()
 
 
