@@ -130,6 +130,16 @@ def refused_unchanged(model: nn.Module, match: str, error: Any = ValueError) -> 
     assert dict(model.named_modules()) == before
 
 
+class Calls:
+    """Pickled as a call of `function`, which a stranger's file could be."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
 def refused(text: str, error: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Any:
     """Expect `error` with `text`, which is no pattern, in its message."""
     return pytest.raises(error, match=re.escape(text))

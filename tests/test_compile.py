@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,23 +12,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from nemo_like import parallelize
-from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.compile import compile_layers, parse_compile
 from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import Operators
+from tests.models.blocks import Layer, Operators
 from tests.models.decoders import LAYERS, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES
 from tests.models.kv_shared import build as build_kv_shared
+from tests.models.tiny import Block
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,14 +52,12 @@ def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
 @pytest.mark.parametrize("family", ["gemma4", "gemma3n"])
 def test_kv_shared_models_with_compile_train_right_in_every_mode(
-    family: str, ac: str, caplog: pytest.LogCaptureFixture
+    family: str, ac: str, logs: pytest.LogCaptureFixture
 ) -> None:
     # Known failure 23: compile + full + shared keys and values crashed. Traced regions lose the shared states' gradient.
-    forget_announcements()
     expected = gradients(parallelize(build_kv_shared(family), "single", "none"))
-    with caplog.at_level("WARNING", "nemo_like"):
-        actual = gradients(parallelize(build_kv_shared(family), "single", ac, compile="aot_eager"))
-    assert ("these layers run eagerly" in caplog.text) == (ac != "full")
+    actual = gradients(parallelize(build_kv_shared(family), "single", ac, compile="aot_eager"))
+    assert ("these layers run eagerly" in logs.text) == (ac != "full")
     if ac != "full":
         assert_bitwise(actual, expected)
     assert actual.keys() == expected.keys()
@@ -118,13 +111,8 @@ def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(back
     assert matmuls_in_backward(full, bool(backend)) - none == (7 if backend else 6) * LAYERS
 
 
-class DroppingOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(self.drop(self.up(x).tanh())))
+def dropping_out() -> Block:
+    return Block(8, 8, norm=False, act=torch.tanh, dropout=0.5)
 
 
 @pytest.mark.few(1)
@@ -132,7 +120,7 @@ class DroppingOut(nn.Module):
 def test_gradients_under_inductor_are_those_of_the_masks_that_forward_drew(ac: str) -> None:
     """By central differences in float64, with the seed set before each forward: no reference masks are needed."""
     torch.manual_seed(0)
-    bare = nn.Sequential(DroppingOut(), DroppingOut()).double()
+    bare = nn.Sequential(dropping_out(), dropping_out()).double()
     model = parallelize(bare, "single", ac, layers=["0", "1"], compile="inductor")
     x, step = torch.randn(4, 8, dtype=torch.float64, requires_grad=True), 1e-6
     direction = torch.randn_like(x)
@@ -158,15 +146,9 @@ def test_the_eager_backend_draws_the_same_dropout_masks_in_every_mode(ac: str) -
     assert_bitwise(gradients(model), gradients(build("llama")))
 
 
-class Normed(DroppingOut):
+def normed() -> nn.Module:
     """Has running statistics, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x))
+    return nn.Sequential(nn.BatchNorm1d(8), dropping_out())
 
 
 def test_inside_of_the_eager_backend_the_policy_keeps_what_it_keeps() -> None:
@@ -181,31 +163,25 @@ def test_running_statistics_move_once_under_the_eager_backend() -> None:
     models = []
     for asked in ({"ac": "none"}, {"ac": "selective", "compile": "eager"}):
         torch.manual_seed(0)
-        model = parallelize(nn.Sequential(Normed(), Normed()), "single", layers=["0", "1"], **asked)
+        model = parallelize(nn.Sequential(normed(), normed()), "single", layers=["0", "1"], **asked)
         for _ in range(2):
             model(torch.randn(4, 8)).square().sum().backward()
         models.append(model)
     assert_bitwise(*({**gradients_of(model), **dict(model.named_buffers())} for model in models))
 
 
-class Centred(nn.Module):
+def take_off_the_mean(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Takes a running mean off, which it has written into a buffer, an attribute or a frozen parameter before."""
+    if layer.writes:
+        with torch.no_grad():
+            layer.mean.lerp_(x.mean(0), 0.1)
+    return x + layer.up(torch.tanh(layer.norm(x) - layer.mean))
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
-        mean = torch.zeros(8)
-        if kind == "buffer":
-            self.register_buffer("mean", mean)
-        else:
-            self.mean = nn.Parameter(mean, requires_grad=False) if kind == "parameter" else mean
-        self.writes = kind != "norm"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.writes:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean(0), 0.1)
-        return x + self.up(torch.tanh(self.norm(x) - self.mean))
+def centred(kind: str) -> nn.Module:
+    mean, norm = torch.zeros(8), nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
+    places = {"buffer": nn.Buffer(mean), "parameter": nn.Parameter(mean, requires_grad=False)}
+    return Layer(take_off_the_mean, up=nn.Linear(8, 8), norm=norm, mean=places.get(kind, mean), writes=kind != "norm")
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "parameter", "norm"])
@@ -214,7 +190,7 @@ def test_what_a_traced_region_writes_and_recomputes_from_is_refused(kind: str) -
     results = []
     for asked in ({"ac": "none"}, {"ac": "selective", "compile": "aot_eager"}):
         torch.manual_seed(0)
-        model = parallelize(nn.Sequential(Centred(kind), Centred(kind)), "single", layers=["0", "1"], **asked)
+        model = parallelize(nn.Sequential(centred(kind), centred(kind)), "single", layers=["0", "1"], **asked)
         if kind != "norm" and "compile" in asked:
             with pytest.raises(RuntimeError, match=r"writes into its own 'mean', .* Use ac='full'"):
                 model(torch.randn(4, 8))
@@ -243,7 +219,7 @@ def test_a_model_that_others_compile_with_a_partitioner_is_right(backend: str) -
 
 def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_partitioner() -> None:
     torch.manual_seed(0)
-    layer, x = DroppingOut(), torch.randn(4, 8, requires_grad=True)
+    layer, x = dropping_out(), torch.randn(4, 8, requires_grad=True)
     contexts = make_selective_checkpoint_context_fn()
 
     def loss(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_le
 from nemo_like.distributed.first_rank import try_context_parallel, try_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
+from tests.models.blocks import Layer, in_turn
 from tests.models.families import COMMON, DIM, ENCODER, FAMILIES, HEADED, VOCAB, Block, causal, hf
 from tests_distributed.context.cut_models import build
 
@@ -75,63 +78,74 @@ def test_refused_by_structure(name: str) -> None:
     assert all(vars(module).keys() == before[key].keys() for key, module in model.named_modules())
 
 
-class _Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = FAMILIES["llama"].build().model, FAMILIES["llama"].build().model
-
-
 def test_two_stacks_of_layers_are_refused() -> None:
+    two = nn.ModuleDict({name: FAMILIES["llama"].build().model for name in ("first", "second")})
     with pytest.raises(ValueError, match=r"one stack of layers, and there are 2 \(first, second\).*Use cp=1"):
-        check_context_parallel(_Two(), ContextParallel(2))
-
-
-def test_refused_options() -> None:
-    model = FAMILIES["llama"].build()
-    with pytest.raises(ValueError, match=r"ring.*'eager'"):
-        check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ring"))
-    with pytest.raises(ValueError, match="has 4: use a divisor"):
-        check_context_parallel(model, ContextParallel(3, "ulysses"))
-    with pytest.raises(ValueError, match="sinks"):
-        check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ulysses"))
-    with pytest.raises(ValueError, match="output_router_logits"):
-        check_context_parallel(causal("Mixtral", **_MIXTRAL, output_router_logits=True)(), ContextParallel(2))
-    for implementation in ("flash_attention_2", "flash_attention_3"):
-        model.config._attn_implementation = implementation
-        with pytest.raises(ValueError, match=implementation):
-            check_context_parallel(model, ContextParallel(2))
-    with pytest.raises(ValueError, match="strategy 'ddp' keeps them whole"):
-        parallelize(model, "ddp", cp=2)
-    with pytest.raises(ValueError, match="this job has one rank"):
-        parallelize(FAMILIES["llama"].build(), cp=2)
-    for size in (0, True, "2"):
-        with pytest.raises(ValueError, match="whole number of ranks"):
-            ContextParallel(size)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Did you mean 'ulysses'"):
-        ContextParallel(2, "ulyses")
-    with pytest.raises(ValueError, match="loss_mean is 'rowss'; it must be 'tokens', 'rows', 'sum' or a function"):
-        ContextParallel(2, loss_mean="rowss")
+        check_context_parallel(two, ContextParallel(2))
 
 
 _MIXTRAL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, num_local_experts=4,
+    num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
 )  # fmt: skip
 
 
-class _Convolved(nn.Module):
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (FAMILIES["gpt_oss"].build, (2, "ring"), r"ring.*'eager'"),
+        (FAMILIES["llama"].build, (3, "ulysses"), "has 4: use a divisor"),
+        (FAMILIES["gpt_oss"].build, (2, "ulysses"), "sinks"),
+        (causal("Mixtral", **_MIXTRAL), (2,), "output_router_logits"),
+    ],
+)
+def test_what_a_method_cannot_cut_is_refused(make: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_context_parallel(make(), ContextParallel(*options))
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+def test_an_attention_that_cannot_be_cut_is_refused(implementation: str) -> None:
+    model = FAMILIES["llama"].build()
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=implementation):
+        check_context_parallel(model, ContextParallel(2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("ddp", "strategy 'ddp' keeps them whole"), ("fsdp2", "this job has one rank")],
+)
+def test_parts_of_sequences_need_ranks_that_shard(strategy: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parallelize(FAMILIES["llama"].build(), strategy, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[({"size": size}, "whole number of ranks") for size in (0, True, "2")],
+        ({"size": 2, "method": "ulyses"}, "Did you mean 'ulysses'"),
+        (
+            {"size": 2, "loss_mean": "rowss"},
+            "loss_mean is 'rowss'; it must be 'tokens', 'rows', 'sum' or a function",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(**options)
+
+
+def _convolved(block: Any, x: Tensor) -> Tensor:
     """A plain block that looks at its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.near, self.out = nn.LayerNorm(8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.near(self.norm(x).transpose(1, 2)).transpose(1, 2))
+    return x + block.out(block.near(block.norm(x).transpose(1, 2)).transpose(1, 2))
 
 
 def test_a_convolution_is_named() -> None:
-    model = nn.Sequential(nn.Embedding(8, 8), nn.Sequential(_Convolved(), _Convolved()), nn.Linear(8, 8))
+    parts = ({"norm": nn.LayerNorm(8), "near": nn.Conv1d(8, 8, 3, padding=1), "out": nn.Linear(8, 8)} for _ in range(2))
+    layers = nn.Sequential(*(Layer(_convolved, **each) for each in parts))
+    model = nn.Sequential(nn.Embedding(8, 8), layers, nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"1\.0\.near, a Conv1d, combines neighbours"):
         check_context_parallel(model, ContextParallel(2))
 
@@ -193,9 +207,7 @@ class _LossOfTheHead(nn.Module):
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
+        x = in_turn(self.blocks, self.embed(input_ids))
         if labels is None:
             return self.head(x)
         return F.cross_entropy(F.linear(x, self.head.weight).flatten(0, 1), labels.flatten())

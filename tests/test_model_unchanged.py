@@ -21,6 +21,7 @@ from nemo_like import CheckpointConfig, MemoryProfiler, parallelize, plan_for
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import is_fake
 from tests.checks import assert_bitwise, step
+from tests.models.blocks import in_turn
 
 WIDTH = 8
 
@@ -58,20 +59,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    """Token ids to a loss; `run` takes the hidden states through the layers."""
+
+    def __init__(self, layers: Iterable[nn.Module], run: Callable[..., Tensor] = in_turn) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, 16)
-        self.steps = 0
+        self.steps, self.run = 0, run
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.steps += 1
         hidden = self.embed(input_ids)
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden)
+        hidden = self.run(self.layers, hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
@@ -250,28 +252,9 @@ def _of(before: Callable[..., Any] | None = None, after: Callable[..., Any] | No
     return Model(_Layer(before, after) for _ in range(count))
 
 
-class _Own(Model):
-    """Takes the hidden states through its layers in a way of its own."""
-
-    def __init__(self, run: Callable[..., Tensor], layers: Iterable[nn.Module]) -> None:
-        super().__init__(layers)
-        self.run = run
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.run(self.layers, self.embed(input_ids))
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-
-
 def _giving(make: Callable[[Tensor], Any], after: Callable[..., Any]) -> nn.Module:
     """A model that gives all layers what `make` makes of the hidden states."""
-
-    def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-        given = make(hidden)
-        for layer in layers:
-            hidden = layer(hidden, given)
-        return hidden
-
-    return _Own(run, [_Layer(None, after), _Layer(None, after)])
+    return Model([_Layer(None, after), _Layer(None, after)], lambda layers, x: in_turn(layers, x, make(x)))
 
 
 def _sparse_embedding() -> nn.Module:
@@ -301,9 +284,7 @@ def _make_late(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _some(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-    for layer in [*layers][: random.randint(1, len(layers) - 1)]:
-        hidden = layer(hidden)
-    return hidden
+    return in_turn([*layers][: random.randint(1, len(layers) - 1)], hidden)
 
 
 def _jagged(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
@@ -332,20 +313,20 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"No plan is made of sparse.*'selective'",
     ),
     "nested tensors": (
-        lambda: _Own(_jagged, [_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"
+        lambda: Model([_Layer(), _Layer()], _jagged), r"No plan is made of nested.*padded ones.*'selective'"
     ),
     "a late module": (
         lambda: _of(_make_late), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
     ),
     "a generator": (
-        lambda: _Own(_summed, [_Layer(None, lambda out: (part for part in (out, out))) for _ in range(2)]),
-        r"layers\.0 of _Own returns a generator.*Return a list or a tuple",
+        lambda: Model([_Layer(None, lambda out: (part for part in (out, out))) for _ in range(2)], _summed),
+        r"layers\.0 of Model returns a generator.*Return a list or a tuple",
     ),
     "a list": (
-        lambda: _giving(lambda _: [], _append), r"layers\.0 of _Own puts tensors into a list or.*'selective'"
+        lambda: _giving(lambda _: [], _append), r"layers\.0 of Model puts tensors into a list or.*'selective'"
     ),
     "a dictionary": (
-        lambda: _giving(lambda _: {}, _enter), r"layers\.0 of _Own puts tensors into a list or a dictionary"
+        lambda: _giving(lambda _: {}, _enter), r"layers\.0 of Model puts tensors into a list or a dictionary"
     ),
     "lazy parameters": (_lazy, r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once"),
     "an object with a graph": (
@@ -357,7 +338,7 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layers\.0 \(_Layer\) cannot be planned.*StopIteration, in",
     ),
     "sparse gradients": (_sparse_embedding, r"sparse tensors, such as .*sparse=False"),
-    "random depth": (lambda: _Own(_some, [_Layer() for _ in range(8)]), r"did not run.*layers run, use a mode"),
+    "random depth": (lambda: Model([_Layer() for _ in range(8)], _some), r"did not run.*layers run, use a mode"),
 }  # fmt: skip
 
 

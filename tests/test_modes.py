@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like._util.log import forget_announcements
 from nemo_like._util.module_tree import bare_name
 from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.plan import Plan
@@ -28,8 +27,9 @@ from tests.checks import assert_bitwise, step
 from tests.models import decoders, kv_shared
 from tests.models.decoders import batch, build
 from tests.models.families import FAMILIES
+from tests.models.tiny import labelled, llama
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def _offloaded(ac: str, mode: str) -> dict[str, Any]:
@@ -133,12 +133,11 @@ def test_layers_that_share_keys_and_values_train_alike(name: str) -> None:
     assert list(_differences(MODELS[f"shared {name}"], WORDS if name == "gemma4" else SHARED)) == []
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["plain", "llama", "mixtral", "gemma3", "qwen3", "gpt2"])
 def test_compiled_layers_train_as_eager_ones(name: str) -> None:
-    torch.compiler.reset()
     assert list(_differences(MODELS[f"decoder {name}"], COMPILED)) == []
-    torch.compiler.reset()
 
 
 IDS = batch(2)
@@ -181,41 +180,28 @@ def test_patterns_choose_layers_and_those_that_ask_beat_those_that_forbid(
     assert [is_checkpointed(layer) for layer in model.model.layers] == [False, True, False]
 
 
-def test_a_meta_model_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
-    with torch.device("meta"):
-        model = build("llama")
-    parallelize(model, ac="sequential", sample_input=SAMPLE)
-    assert "is on the meta device and cannot run" in caplog.text
+def test_a_meta_model_is_not_measured_and_says_so(logs: pytest.LogCaptureFixture) -> None:
+    parallelize(build("llama").to("meta"), ac="sequential", sample_input=SAMPLE)
+    assert "is on the meta device and cannot run" in logs.text
 
 
 def _model() -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    return llama(num_hidden_layers=2, max_position_embeddings=32)
 
 
-def _gradients(precision: Any, ac: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _trained(precision: Any, ac: str) -> dict[str, Tensor]:
     model = parallelize(_model(), ac=ac, precision=precision, device="cpu")
-    ids = torch.arange(32).reshape(2, 16)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+    return step(model, **labelled(torch.arange(32).reshape(2, 16)))
 
 
 @pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
 def test_every_mode_gives_the_same_bits(word: str) -> None:
     pytest.importorskip("torchao.float8")
-    runs = {ac: _gradients(word, ac) for ac in ("none", "full", "selective", "submodule", "sequential")}
-    loss, grads = runs["none"]
-    lowered, _ = _gradients("bf16", "none")
-    assert loss != lowered and abs(loss - lowered) < 0.05 * lowered
-    for ac, (other, others) in runs.items():
-        assert other == loss, ac
-        assert [torch.equal(a, b) for a, b in zip(grads.values(), others.values())] == [True] * len(grads), ac
+    expected, lowered = _trained(word, "none"), _trained("bf16", "none")["loss"]
+    assert expected["loss"] != lowered and abs(expected["loss"] - lowered) < 0.05 * lowered
+    for ac in ("full", "selective", "submodule", "sequential"):
+        assert_bitwise(_trained(word, ac), expected, ac)
 
 
 def test_linears_of_layers_alone_are_replaced_and_names_stay() -> None:
@@ -244,9 +230,8 @@ def _held(word: str | None, ac: str) -> tuple[int, list[int]]:
         float8_linears(list(model.model.layers), word, "cpu")
     apply_activation_checkpointing(model, ac)
     weights = {p.numel() for p in model.model.layers.parameters() if p.dim() == 2}
-    ids = torch.arange(33).reshape(3, 11)  # rows of no weight's size
     with LiveBytes() as live:
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**labelled(torch.arange(33).reshape(3, 11))).loss  # rows of no weight's size
         held = live.live
         sizes = list(live.sizes.values())
     loss.backward()
@@ -272,8 +257,7 @@ def test_scales_are_no_state_that_a_replay_could_change(word: str) -> None:
         model = parallelize(_model(), ac=ac, precision=word, device="cpu")
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert {name for name, _ in model.named_buffers()} == {name for name, _ in _model().named_buffers()}
-        ids = torch.arange(32).reshape(2, 16)
-        first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+        first, second = (model(**labelled(torch.arange(32).reshape(2, 16))).loss for _ in range(2))
         (first + second).backward()
         assert torch.equal(first, second)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -24,6 +24,7 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.transformers_compat import given_cache, is_cache
+from tests.models.blocks import in_turn
 
 SAID = (
     r"transformers 5\.25\.0 .*\. nemo_like was tested with transformers 5\.23\.0 and 5\.24\.0: pip install "
@@ -246,9 +247,7 @@ class Graph(nn.Module):
         self.layers = nn.ModuleList(GraphLayer(conv()) for _ in range(3))
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, edges)
-        return x
+        return in_turn(self.layers, x, edges)
 
 
 def _graph(_: Path) -> Model:

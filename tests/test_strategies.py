@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer
@@ -21,6 +20,7 @@ from nemo_like.options import CheckpointConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.profiling import MemoryProfiler
 from tests.checks import assert_bitwise, same
+from tests.models.blocks import Layer, Stack
 
 
 class Mlp(nn.Module):
@@ -41,17 +41,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Stack(nn.Module):
-    def __init__(self, *wide: int, dim: int = 16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Block(dim, w) for w in wide])
-        self.head = nn.Linear(dim, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def stack(*wide: int, dim: int = 16) -> Stack:
+    torch.manual_seed(0)
+    return Stack([Block(dim, w) for w in wide], head=nn.Linear(dim, 4))
 
 
 def config(**fields) -> CheckpointConfig:
@@ -90,7 +82,7 @@ def test_peak_is_at_least_30_percent_lower_and_gradients_are_equal(strategy, dty
 
 
 def test_submodules_too_have_equal_gradients():
-    plain = Stack(32, 64)
+    plain = stack(32, 64)
     checkpointed = copy.deepcopy(plain)
     SelectiveCheckpointer(config(strategy="submodule")).apply(checkpointed)
     x = torch.randn(8, 16)
@@ -100,7 +92,7 @@ def test_submodules_too_have_equal_gradients():
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.0])
 def test_recommended_layers_applied_meet_the_budget_as_predicted(share):
-    plain = Stack(256, 64, 512, 128, 384, dim=16)
+    plain = stack(256, 64, 512, 128, 384, dim=16)
     x = torch.randn(64, 16)
     profiler = MemoryProfiler(plain, "cpu")
     report = profiler.profile(x, num_runs=1)
@@ -139,7 +131,7 @@ def test_predictions_hold_for_transformers(preset, share, tmp_path):
 
 
 def test_the_profile_chooses_layers_above_the_threshold():
-    plain = Stack(32, 512, 32, 256)
+    plain = stack(32, 512, 32, 256)
     x = torch.randn(64, 16)
     profiler = MemoryProfiler(plain, "cpu")
     report = profiler.profile(x, num_runs=1)
@@ -166,33 +158,30 @@ def test_the_profile_chooses_layers_above_the_threshold():
             exclude_patterns=["layers.[01]"],
         )
     )
-    chosen.apply(Stack(32, 512, 32, 256), report)
+    chosen.apply(stack(32, 512, 32, 256), report)
     assert chosen.get_checkpointed_layers() == ["layers.0", "layers.3"]
 
 
-def test_without_a_profile_all_layers_are_taken_and_that_is_said_once(caplog):
-    forget_announcements()
-    with caplog.at_level(logging.WARNING, logger="nemo_like"):
-        for _ in range(2):
-            checkpointer = SelectiveCheckpointer(config(profile_before_apply=True))
-            checkpointer.apply(Stack(32, 32))
+def test_without_a_profile_all_layers_are_taken_and_that_is_said_once(logs):
+    for _ in range(2):
+        checkpointer = SelectiveCheckpointer(config(profile_before_apply=True))
+        checkpointer.apply(stack(32, 32))
     assert checkpointer.get_checkpointed_layers() == ["layers.0", "layers.1"]
-    assert sum("profile_before_apply" in record.message for record in caplog.records) == 1
+    assert sum("profile_before_apply" in record.message for record in logs.records) == 1
 
 
-def test_a_threshold_above_everything_leaves_the_model_alone(caplog):
-    forget_announcements()
-    plain = Stack(32, 64)
+def test_a_threshold_above_everything_leaves_the_model_alone(logs):
+    plain = stack(32, 64)
     checkpointer = SelectiveCheckpointer(config(profile_before_apply=True, memory_threshold_mb=50.0))
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
-        checkpointer.apply(plain, sample_input=torch.randn(4, 16))
+    logs.set_level("INFO", "nemo_like")
+    checkpointer.apply(plain, sample_input=torch.randn(4, 16))
     assert checkpointer.get_checkpointed_layers() == []
     assert not any(is_checkpointed(module) for module in plain.modules())
-    assert "memory_threshold_mb=50 MB" in caplog.text
+    assert "memory_threshold_mb=50 MB" in logs.text
 
 
 def test_segments_are_balanced_by_measured_bytes():
-    plain = Stack(32, 32, 32, 512)
+    plain = stack(32, 32, 32, 512)
     x = torch.randn(64, 16)
     by_count, by_bytes = copy.deepcopy(plain), copy.deepcopy(plain)
     fields = {"strategy": "sequential", "sequential_segments": 2}
@@ -207,15 +196,13 @@ def test_segments_are_balanced_by_measured_bytes():
     assert_bitwise([got, other], [wanted, wanted])
 
 
-def test_disabled_changes_nothing(caplog):
-    forget_announcements()
-    model = Stack(32, 32)
-    with caplog.at_level(logging.WARNING, logger="nemo_like"):
-        apply_activation_checkpointing(model, CheckpointConfig())
-        assert not caplog.messages
-        for _ in range(2):  # a strategy without `enabled` is no doubt forgotten: said once
-            apply_activation_checkpointing(model, CheckpointConfig(strategy="full"))
-    assert len(caplog.messages) == 1 and "Set enabled=True" in caplog.messages[0]
+def test_disabled_changes_nothing(logs):
+    model = stack(32, 32)
+    apply_activation_checkpointing(model, CheckpointConfig())
+    assert not logs.messages
+    for _ in range(2):  # a strategy without `enabled` is no doubt forgotten: said once
+        apply_activation_checkpointing(model, CheckpointConfig(strategy="full"))
+    assert len(logs.messages) == 1 and "Set enabled=True" in logs.messages[0]
     for off in (CheckpointConfig(), config(enabled=False, strategy="full")):
         checkpointer = SelectiveCheckpointer(off)
         assert checkpointer.apply(model) is model and checkpointer.get_checkpointed_layers() == []
@@ -233,7 +220,7 @@ def test_disabled_changes_nothing(caplog):
     ],
 )
 def test_what_matches_nothing_is_an_error_and_changes_nothing(fields, says):
-    model = Stack(32, 32)
+    model = stack(32, 32)
     with pytest.raises(ValueError, match=says):
         SelectiveCheckpointer(config(**fields)).apply(model)
     with pytest.raises(ValueError, match=says):
@@ -243,16 +230,16 @@ def test_what_matches_nothing_is_an_error_and_changes_nothing(fields, says):
 
 @pytest.mark.parametrize(("pattern", "left"), [("layers", []), ("*", []), ("layers.0", [1]), ("layers.0.*", [0, 1])])
 def test_excluding_a_module_excludes_the_layers_in_it(pattern, left):
-    model = Stack(32, 32)
+    model = stack(32, 32)
     apply_activation_checkpointing(model, config(strategy="full", exclude_patterns=[pattern]))
     assert [number for number, layer in enumerate(model.layers) if is_checkpointed(layer)] == left
 
 
 def test_a_config_is_an_ac_argument():
-    model = Stack(32, 32, 32)
+    model = stack(32, 32, 32)
     apply_activation_checkpointing(model, config(strategy="selective", exclude_patterns=["layers.1"]))
     assert [is_checkpointed(layer) for layer in model.layers] == [True, False, True]
-    model = Stack(32, 32)
+    model = stack(32, 32)
     apply_activation_checkpointing(model, config(layer_classes=["Mlp"]))
     assert [type(layer) for layer in model.layers] == [Block, Block]
     assert all(is_checkpointed(layer.mlp) for layer in model.layers)
@@ -262,7 +249,7 @@ def test_a_config_is_an_ac_argument():
 
 @pytest.mark.parametrize("name", ["aten.addmm", "torch.ops.aten.addmm.default"])
 def test_ops_to_save_are_kept_and_only_they(name):
-    plain = Stack(32, 32)
+    plain = stack(32, 32)
     kept = copy.deepcopy(plain)
     nothing = copy.deepcopy(plain)
     apply_activation_checkpointing(kept, config(strategy="selective", ops_to_save=[name]))
@@ -281,7 +268,7 @@ def test_ops_to_save_are_kept_and_only_they(name):
 
 
 def test_the_transform_takes_the_outermost_of_nested_classes():
-    plain = Stack(32, 32)
+    plain = stack(32, 32)
     model = copy.deepcopy(plain)
     ActivationCheckpointTransform(config(layer_classes=["Mlp", "Block"])).apply(model)
     assert all(is_checkpointed(layer) for layer in model.layers)
@@ -289,42 +276,38 @@ def test_the_transform_takes_the_outermost_of_nested_classes():
     assert model.state_dict().keys() == plain.state_dict().keys()
     (_, wanted), (_, got) = train_step(plain, torch.ones(4, 16)), train_step(model, torch.ones(4, 16))
     assert_bitwise(got, wanted)
-    found_by_structure = ActivationCheckpointTransform({"enabled": True, "strategy": "full"}).apply(Stack(32, 32))
+    found_by_structure = ActivationCheckpointTransform({"enabled": True, "strategy": "full"}).apply(stack(32, 32))
     assert all(is_checkpointed(layer) for layer in found_by_structure.layers)
 
 
-def test_the_transform_warns_with_the_classes_there_are(caplog):
-    forget_announcements()
-    model = Stack(32, 32)
-    with caplog.at_level(logging.WARNING, logger="nemo_like"):
-        ActivationCheckpointTransform(config(layer_classes=["LlamaDecoderLayer"])).apply(model)
+def test_the_transform_warns_with_the_classes_there_are(logs):
+    model = stack(32, 32)
+    ActivationCheckpointTransform(config(layer_classes=["LlamaDecoderLayer"])).apply(model)
     assert all(type(layer) is Block for layer in model.layers)
-    assert "LlamaDecoderLayer" in caplog.text and "Block" in caplog.text and "Mlp" in caplog.text
+    assert "LlamaDecoderLayer" in logs.text and "Block" in logs.text and "Mlp" in logs.text
 
 
 def test_wrapped_modules_behave_as_the_bare_ones():
-    model = ActivationCheckpointTransform(config(layer_classes=["Linear"])).apply(Stack(32))
+    model = ActivationCheckpointTransform(config(layer_classes=["Linear"])).apply(stack(32))
     assert is_checkpointed(model.head) and model.head.out_features == 4
     assert model.head.weight is dict(model.named_parameters())["head.weight"]
-    assert set(model.state_dict()) == set(Stack(32).state_dict())
-    model.load_state_dict(Stack(32).state_dict())
+    assert set(model.state_dict()) == set(stack(32).state_dict())
+    model.load_state_dict(stack(32).state_dict())
 
 
-class OwnLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(3, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def own_loop() -> nn.Module:
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         state = None
         for member in x.unbind(0):
-            state = self.cell(member, state)
+            state = layer.cell(member, state)
         return state
+
+    return Layer(forward, cell=nn.GRUCell(3, 6))
 
 
 def test_snn_fields_checkpoint_timesteps():
     torch.manual_seed(0)
-    plain = nn.Sequential(OrderedDict(own=OwnLoop()))
+    plain = nn.Sequential(OrderedDict(own=own_loop()))
     checkpointed = copy.deepcopy(plain)
     checkpointer = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, snn_chunk_size=10))
     checkpointer.apply(checkpointed)
@@ -333,21 +316,25 @@ def test_snn_fields_checkpoint_timesteps():
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
     assert lower < 0.4 * peak
     assert_bitwise(got, wanted)
-    through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), OwnLoop())  # the door needs repeated layers
+    through_the_door = nn.Sequential(stack(32, 32), nn.Linear(4, 3), own_loop())  # the door needs repeated layers
     apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
     assert is_checkpointed(through_the_door[2].cell)
     assert type(through_the_door[0].layers[0]) is Block
     by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
-    by_class.apply(OwnLoop())
+    by_class.apply(own_loop())
     assert by_class.get_checkpointed_layers() == ["cell"]
     with pytest.raises(ValueError, match="layer_classes"):
-        SelectiveCheckpointer(config(snn_timestep_checkpoint=True)).apply(Stack(32, 32))
+        SelectiveCheckpointer(config(snn_timestep_checkpoint=True)).apply(stack(32, 32))
 
 
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match="MemoryProfiler"):
-        SelectiveCheckpointer(config(), profiler="yes")
-    with pytest.raises(ValueError, match="Did you mean 'strategy'"):
-        SelectiveCheckpointer({"strateggy": "full"})
-    with pytest.raises(TypeError, match="mapping"):
-        ActivationCheckpointTransform(3)
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: SelectiveCheckpointer(config(), profiler="yes"), TypeError, "MemoryProfiler"),
+        (lambda: SelectiveCheckpointer({"strateggy": "full"}), ValueError, "Did you mean 'strategy'"),
+        (lambda: ActivationCheckpointTransform(3), TypeError, "mapping"),
+    ],
+)
+def test_wrong_arguments(make, error, match):
+    with pytest.raises(error, match=match):
+        make()

@@ -236,7 +236,10 @@ def test_a_refused_call_names_it_and_changes_nothing(name: str) -> None:
 
 ON_OTHER_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "submodule of linear layers": (_linears, dict(ac="submodule"), rf"{_NO_LAYERS} Stack: .*\n  layers: 3 x Linear\nName"),
-    "no layers": (lambda: nn.Linear(4, 4), dict(ac="full"), rf"{_NO_LAYERS} Linear, which holds no list of modules"),
+    "no layers": (
+        lambda: nn.Linear(4, 4), dict(ac="full"),
+        rf"{_NO_LAYERS} Linear, which holds no list of modules; .*for example layers=\['name_of_child'\]",
+    ),
     "checkpoints itself": (_own_checkpointing, dict(ac="selective"), r"Call model\.gradient_checkpointing_disable\(\)"),
     "checkpoints itself as timm's do": (_timms_checkpointing, dict(ac="full"), r"set_grad_checkpointing\(False\)"),
     "checkpointed already": (

@@ -25,16 +25,9 @@ from nemo_like.options import ChunkedLoss, MemoryBudget
 from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
 
 
-def _help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--help"])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_has_examples_that_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = _help([name], capsys)
+def test_the_help_of_a_command_has_examples_that_it_takes(name: str, ending: Any) -> None:
+    text = ending(main, [name, "--help"], code=0).out
     lines = re.findall(rf"^  nemo-like ({name} .*)$", text.partition("examples:\n")[2], re.MULTILINE)
     assert len(lines) >= 2 or name in ("gpus", "models"), "these take no options"
     for line in lines:
@@ -43,8 +36,8 @@ def test_the_help_of_a_command_has_examples_that_it_takes(name: str, capsys: pyt
         assert arguments.command == name and callable(arguments.run)
 
 
-def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
-    text = _help([], capsys)
+def test_the_overview_has_every_command_with_its_purpose(ending: Any) -> None:
+    text = ending(main, ["--help"], code=0).out
     assert {"fit", "pretrain", "finetune"} <= set(COMMANDS)
     words = " ".join(text.split())
     assert not [name for name, purpose in COMMANDS.items() if f" {name} {purpose}" not in words]
@@ -53,20 +46,16 @@ def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("kind", [PretrainOptions, FinetuneOptions])
-def test_a_job_is_the_same_as_a_command_and_as_a_module(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_the_same_as_a_command_and_as_a_module(kind: Any, ending: Any, program: Any) -> None:
     job = kind.job_name
-    with pytest.raises(SystemExit):
-        parse_options(kind, ["--help"])
-    alone, command = capsys.readouterr().out, _help([job], capsys)
+    alone, command = ending(parse_options, kind, ["--help"], code=0).out, ending(main, [job, "--help"], code=0).out
     options = re.compile(r"^  (?:-\w, )?(--[a-z0-9-]+)", re.MULTILINE)
     assert options.findall(alone) == options.findall(command)
     for example in kind.examples:
         assert f"  nemo-like {job} {example}\n" in command and f" -m nemo_like.recipes.{job} {example}\n" in alone
-    with pytest.raises(SystemExit):
-        parse_options(kind, ["--steps", "-1", "--model", "m", "--data", "d"])
-    said = capsys.readouterr().err
-    assert main([job, "--steps", "-1", "--model", "m", "--data", "d"]) == 2
-    assert capsys.readouterr().err.partition(": ")[2] == said.partition("error: ")[2] != ""
+    wrong = ["--steps", "-1", "--model", "m", "--data", "d"]
+    said = ending(parse_options, kind, wrong).err.partition("error: ")[2]
+    assert program([job, *wrong], 2).err.partition(": ")[2] == said != ""
 
 
 @pytest.mark.few(1)
@@ -155,29 +144,27 @@ def test_a_long_command_says_at_once_what_it_does(line: str, said: str) -> None:
 
 
 def test_one_rank_of_many_says_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     for rank, said in (("0", "Measuring llama-tiny ...\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
-        assert main(["profile", "--model", "llama-tiny", "--budget", "much"]) == 2
-        assert capsys.readouterr().err.partition("nemo-like profile: ")[0] == said
+        assert program("profile --model llama-tiny --budget much", 2).err.partition("nemo-like profile: ")[0] == said
 
 
 def test_a_program_finds_modules_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     (tmp_path / "mymod.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
-    assert main(["layers", "--model", "mymod:build", "--layers", "*"]) == 0
-    assert capsys.readouterr().out.startswith("Sequential: 216 parameters")
+    assert program("layers --model mymod:build --layers *").out.startswith("Sequential: 216 parameters")
 
 
 @pytest.mark.parametrize("while_importing", [False, True])
 def test_an_interrupted_command_ends_with_130_and_a_line(
-    while_importing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    while_importing: bool, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
     def interrupted(*anything: object) -> Any:
         raise KeyboardInterrupt
@@ -185,8 +172,7 @@ def test_an_interrupted_command_ends_with_130_and_a_line(
     where = "importlib.import_module" if while_importing else "nemo_like.commands.layers_command.run"
     importlib.import_module("nemo_like.commands.layers_command")
     monkeypatch.setattr(where, interrupted)
-    assert main(["layers", "--model", "llama-tiny"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "nemo-like layers: interrupted."
+    assert program("layers --model llama-tiny", 130).err.splitlines()[-1] == "nemo-like layers: interrupted."
 
 
 def test_a_budget_is_written_as_short_as_it_is_read_back() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import Job, cli, fake_rank
+from nemo_like import Job, fake_rank
 from nemo_like.cli import main, make_parser
 from nemo_like.commands.layers_command import describe, to_text
 from nemo_like.commands.step_options import asked_job
 from nemo_like.options import Precision
+from tests.models.blocks import Stack, in_turn
 from tests.models.families import FAMILIES
 from tests.models.tiny import Block, llama
 from tests.tools.surveys import layers
@@ -23,9 +24,8 @@ from tests.tools.surveys.__main__ import main as survey
 pytest.importorskip("transformers")
 
 
-def test_layers_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layers", "--model", "llama3-8b", "--dtype", "bf16", "--wide"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_layers_of_a_preset(program: Any) -> None:
+    lines = program("layers --model llama3-8b --dtype bf16 --wide").out.splitlines()
     assert lines[0] == "LlamaForCausalLM: 8.03 B parameters, 15.0 GiB; layers: 32 language."
     (row,) = [line.split() for line in lines if "LlamaDecoderLayer" in line]
     # Published shapes: 4 * D^2 * (1 + 1/4) / 2 attention, 3 * D * F MLP, 2 * D norms, D = 4096, F = 14336; two bytes each.
@@ -42,9 +42,8 @@ def test_layers_fit_a_screen(name: str) -> None:
     assert any(line.startswith("Not shown at this width: ") for line in lines)
 
 
-def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layers", "--model", "llama-tiny", "--layers", "model.layers.[02]", "--json", "-"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_layers_as_json(program: Any) -> None:
+    report = json.loads(program("layers --model llama-tiny --layers model.layers.[02] --json -").out)
     (run,) = report["runs"]
     assert run["names"] == "model.layers.0,2" and run["count"] == 2 and run["checkpointed"]
     assert report["parameters"] == 2 * run["parameters_each"] + report["outside_parameters"]
@@ -59,10 +58,9 @@ def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_requests_are_one_line_and_status_2(
-    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    more: list[str], message: str, program: Any
 ) -> None:
-    assert main(["layers", "--model", "llama-tiny", *more]) == 2
-    assert message in capsys.readouterr().err
+    assert message in program(["layers", "--model", "llama-tiny", *more], 2).err
 
 
 def test_what_is_frozen_or_out_of_scope_is_said() -> None:
@@ -122,9 +120,8 @@ def test_a_rank_is_run_and_compared(
         ("--offload all", "--offload all"),
     ],
 )
-def test_what_cannot_be_run_is_named(more: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED.split(), "llama-tiny", *more.split()]) == 2
-    said = capsys.readouterr()
+def test_what_cannot_be_run_is_named(more: str, named: str, program: Any) -> None:
+    said = program([*ASKED.split(), "llama-tiny", *more.split()], 2)
     refused = said.err.partition(" ...\n")[2]
     assert refused.startswith(f"nemo-like plan: {named} is not run without ranks and memory yet.") and not said.out
 
@@ -150,77 +147,63 @@ PLANS = {
 }
 
 
-class Gpt(nn.Module):
+def gpt() -> nn.Module:
     """Takes token ids by position, and says nothing of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    blocks = (Block(WIDTH) for _ in range(2))
+    return Stack(blocks, start=nn.Embedding(VOCAB, WIDTH), head=nn.Linear(WIDTH, VOCAB))
 
 
-class Diffusion(Gpt):
+class Diffusion(Stack):
     """Takes keywords of several shapes and types."""
 
     def forward(self, *, hidden_states: Tensor, timestep: Tensor) -> Tensor:  # type: ignore[override]
-        x = hidden_states + timestep[:, None, None]
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return in_turn(self.layers, hidden_states + timestep[:, None, None])
 
 
 def diffusion() -> Any:
-    return Diffusion(), {"hidden_states": torch.zeros(3, 8, WIDTH), "timestep": torch.zeros(3)}
+    return Diffusion(Block(WIDTH) for _ in range(2)), {"hidden_states": torch.zeros(3, 8, WIDTH), "timestep": torch.zeros(3)}
 
 
 def by_position() -> Any:
-    return Gpt(), (torch.zeros(3, 8, dtype=torch.long),)
+    return gpt(), (torch.zeros(3, 8, dtype=torch.long),)
 
 
 def hugging_face() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB,
-    ))  # fmt: skip
+    return llama(hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("command", PLANS)
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("Gpt", [*SMALL, "--vocab-size", str(VOCAB)]),
+        ("gpt", [*SMALL, "--vocab-size", str(VOCAB)]),
         ("hugging_face", SMALL),
         ("diffusion", []),
         ("by_position", ["--batch-size", "4"]),
     ],
 )
 def test_every_planning_command_takes_it(
-    command: str, model: str, words: list[str], capsys: pytest.CaptureFixture[str]
+    command: str, model: str, words: list[str], program: Any
 ) -> None:
-    assert cli.main([command, "--model", f"{__name__}:{model}", *words, *PLANS[command]]) == 0, capsys.readouterr().err
-    assert json.loads(capsys.readouterr().out)
+    assert json.loads(program([command, "--model", f"{__name__}:{model}", *words, *PLANS[command]]).out)
 
 
 @pytest.mark.parametrize("command", PLANS)
-def test_what_it_takes_is_asked_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--model", f"{__name__}:Gpt", *SMALL]) == 2
-    assert "states no vocab_size. Give --vocab-size if it takes token ids" in capsys.readouterr().err
-    assert cli.main([command, "--model", f"{__name__}:diffusion", "--seq-len", "8"]) == 2
-    assert "returns its own sample input. Leave it out" in capsys.readouterr().err
+def test_what_it_takes_is_asked_for(command: str, program: Any) -> None:
+    assert (
+        "states no vocab_size. Give --vocab-size if it takes token ids"
+        in program([command, "--model", f"{__name__}:gpt", *SMALL], 2).err
+    )
+    assert (
+        "returns its own sample input. Leave it out"
+        in program([command, "--model", f"{__name__}:diffusion", "--seq-len", "8"], 2).err
+    )
 
 
-def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_takes_a_sample_input_and_says_how_to_give_one(program: Any) -> None:
     words = ["--gpus", "1", "--gpu", "h100-80gb", "--global-batch", "2", "--ac", "none", "--json", "-"]
-    assert cli.main(["fit", "--model", f"{__name__}:diffusion", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["candidates"]
-    assert cli.main(["fit", "--model", f"{__name__}:Gpt", *words]) == 2
-    assert "have module:function return (model, sample)" in capsys.readouterr().err
+    assert json.loads(program(["fit", "--model", f"{__name__}:diffusion", *words]).out)["candidates"]
+    assert "have module:function return (model, sample)" in program(["fit", "--model", f"{__name__}:gpt", *words], 2).err
 
 
 @pytest.mark.parametrize(
@@ -234,13 +217,12 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
     ],
 )
 def test_every_command_takes_a_folder_with_a_config(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, tmp_path: Path, program: Any
 ) -> None:
     """A folder as `hf download` makes it."""
     hugging_face().config.save_pretrained(tmp_path)
     command, *more = words.split()
-    assert cli.main([command, "--model", str(tmp_path), *more]) == 0, capsys.readouterr().err
-    assert capsys.readouterr().out
+    assert program([command, "--model", str(tmp_path), *more]).out
 
 
 HEAD = "# Page\n\n"

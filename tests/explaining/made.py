@@ -102,11 +102,6 @@ class Recording:
     def _event(self, action: str, at: int, size: int, frames: Any, stream: int) -> None:
         self.trace.append({"action": action, "addr": at, "size": size, "stream": stream, "frames": frames})
 
-    def begin(self) -> None:
-        """Forget what was recorded so far: what is alive was there before."""
-        self.trace.clear()
-        self.alive = {at: (size, [], stream) for at, (size, _, stream) in self.alive.items()}
-
     def snapshot(self) -> dict[str, Any]:
         """Return it as PyTorch writes it."""
         segments = [

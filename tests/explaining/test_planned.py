@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Explanation, Job, StepSpec, dry_run, explain
-from nemo_like.cli import main
-from nemo_like.models import resolve_model
+from nemo_like.models import resolve_model, text_batch
 from tests.explaining.made import real
 from tests.explaining.taped import dry_runs_taped
+from tests.models import tiny
+from tests.models.blocks import Layer, Stack
 
 WIDTH, HEADS, TOKENS, BATCH, VOCABULARY = 1024, 16, 512, 4, 10_000
 
@@ -29,82 +29,64 @@ def _softmax(x: Tensor) -> Tensor:
     return exponentials / torch.sum(exponentials, dim=-1, keepdim=True)
 
 
-class _Linear(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bsi,oi->bso", x, self.weight)
+def _linear(inputs: int, outputs: int) -> nn.Module:
+    """A product by einsum."""
+    weight = nn.Parameter(torch.empty(outputs, inputs))
+    return Layer(lambda layer, x: torch.einsum("bsi,oi->bso", x, layer.weight), weight=weight)
 
 
-class _Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
-        return (self.weight * scaled).to(x.dtype)
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (norm.weight * scaled).to(x.dtype)
 
 
-class _Attention(nn.Module):
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (_Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("table", table, persistent=False)
-
-    def turned(self, x: Tensor) -> Tensor:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = self.table[:, : x.size(-2), :].unbind(0)
-        return torch.concat((cos * first - sin * second, sin * first + cos * second), dim=-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = (of(x).view(batch, length, HEADS, -1).transpose(1, 2) for of in (self.q, self.k, self.v))
-        q, k, v = heads
-        places = torch.arange(length, device=x.device)
-        scores = torch.einsum("bhqd,bhkd->bhqk", self.turned(q), self.turned(k)) / math.sqrt(q.shape[-1])
-        masked = torch.where((places[:, None] >= places[None, :])[None], scores, float("-inf"))
-        mixed = torch.einsum("bhqk,bhkd->bhqd", _softmax(masked), v)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH).contiguous())
+def _norm() -> nn.Module:
+    return Layer(_normed, weight=nn.Parameter(torch.ones(WIDTH)))
 
 
-class _Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.down, self.up = _Linear(WIDTH, 4096), _Linear(4096, WIDTH), _Linear(WIDTH, 4096)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        return self.down(gate * torch.sigmoid(gate) * self.up(x))
+def _turned(x: Tensor, table: Tensor) -> Tensor:
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table[:, : x.size(-2), :].unbind(0)
+    return torch.concat((cos * first - sin * second, sin * first + cos * second), dim=-1)
 
 
-class _Block(nn.Module):
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.attention, self.mlp, self.first, self.second = _Attention(table), _Mlp(), _Norm(), _Norm()
+def _attention(layer: Any, x: Tensor) -> Tensor:
+    batch, length, _ = x.shape
+    q, k, v = (of(x).view(batch, length, HEADS, -1).transpose(1, 2) for of in (layer.q, layer.k, layer.v))
+    places = torch.arange(length, device=x.device)
+    turned = _turned(q, layer.table), _turned(k, layer.table)
+    scores = torch.einsum("bhqd,bhkd->bhqk", *turned) / math.sqrt(q.shape[-1])
+    masked = torch.where((places[:, None] >= places[None, :])[None], scores, float("-inf"))
+    mixed = torch.einsum("bhqk,bhkd->bhqd", _softmax(masked), v)
+    return layer.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH).contiguous())
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.mlp(self.second(x))
+
+def _mlp(layer: Any, x: Tensor) -> Tensor:
+    gate = layer.gate(x)
+    return layer.down(gate * torch.sigmoid(gate) * layer.up(x))
 
 
-class _Medium(nn.Module):
+def _block(layer: Any, x: Tensor) -> Tensor:
+    x = x + layer.attention(layer.first(x))
+    return x + layer.mlp(layer.second(x))
+
+
+def _medium_block(table: Tensor) -> nn.Module:
+    projections = {name: _linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
+    attention = Layer(_attention, **projections, table=nn.Buffer(table, persistent=False))
+    mlp = Layer(_mlp, gate=_linear(WIDTH, 4096), down=_linear(4096, WIDTH), up=_linear(WIDTH, 4096))
+    return Layer(_block, attention=attention, mlp=mlp, first=_norm(), second=_norm())
+
+
+def _medium_decoder() -> nn.Module:
     """The decoder of the records gpt-medium: matmuls by einsum, a softmax and a loss of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
-        table = torch.zeros(2, TOKENS, WIDTH // HEADS // 2)
-        self.layers = nn.ModuleList(_Block(table) for _ in range(24))
-        self.norm, self.head = _Norm(), _Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding[ids, :]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+    table = torch.zeros(2, TOKENS, WIDTH // HEADS // 2)
+    embedding = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
+    return Stack(
+        (_medium_block(table) for _ in range(24)),
+        start=Layer(lambda layer, ids: layer.embedding[ids, :], embedding=embedding),
+        head=nn.Sequential(_norm(), _linear(WIDTH, VOCABULARY)),
+    )
 
 
 def _loss(logits: Tensor) -> Tensor:
@@ -117,7 +99,7 @@ def _loss(logits: Tensor) -> Tensor:
 
 def _medium(snapshot: dict[str, Any]) -> Explanation:
     with torch.device("meta"):
-        model = _Medium()
+        model = _medium_decoder()
     job = Job.of(
         strategy="single",
         ac="none",
@@ -150,15 +132,11 @@ def test_a_published_record_beside_the_plan(change: Callable[[dict[str, Any]], d
 
 
 def test_weights_that_do_not_match_are_not_compared() -> None:
-    config = LlamaConfig(
-        hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, intermediate_size=5632
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    ids = torch.zeros(1, 1000, dtype=torch.long)
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+    model = tiny.made("Llama", device="meta", intermediate_size=5632, **sizes)
     job = Job.of(strategy="single", ac="none", gpu="h100-80gb")
     made = explain(
-        real("tinyllama-8bit-lora"), model=model, job=job, sample_input={"input_ids": ids, "labels": ids.clone()}
+        real("tinyllama-8bit-lora"), model=model, job=job, sample_input=text_batch(1, 1000)
     )
     assert made.comparison is not None and "--dtype" in made.comparison.refusal and not made.comparison.parts
     # Its weights have 4 bits a number, which their sizes tell.
@@ -194,18 +172,17 @@ def test_a_message_beside_a_plan_names_the_tensor_and_what_lowers_the_peak() -> 
     assert str(made).startswith("GPU 2 had 6.87 of 79.19GiB free")
 
 
-def test_bytes_in_use_name_the_change_that_they_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_in_use_name_the_change_that_they_fit(program: Any) -> None:
     options = ["--model", "llama-tiny", "--gpus", "8", "--gpu", "h100-80gb", "--batch-size", "64", "--seq-len", "512"]
-    assert main(["explain", "--used", "70GiB", *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = program(["explain", "--used", "70GiB", *options]).out.splitlines()
     planned = re.fullmatch(r"In use 70.0 GiB; the plan takes ([\d.]+) GiB of the GPU, [\d.]+ GiB less.", lines[0])
     assert planned is not None and lines[1].startswith("No single change of the job takes as much. The nearest is ")
-    assert main(["explain", "--used", f"{planned[1]}GiB", *options, "--ac", "full"]) == 0
-    assert f"With ac='none' it would be {planned[1]} GiB" in capsys.readouterr().out
-    assert main(["explain", "--used", "2GiB"]) == 2
-    assert "--used with --model" in capsys.readouterr().err
-    assert main(["explain", "-", "--gpus", "8"]) == 2
-    assert "--model" in capsys.readouterr().err
+    assert (
+        f"With ac='none' it would be {planned[1]} GiB"
+        in program(["explain", "--used", f"{planned[1]}GiB", *options, "--ac", "full"]).out
+    )
+    assert "--used with --model" in program("explain --used 2GiB", 2).err
+    assert "--model" in program("explain - --gpus 8", 2).err
 
 
 def test_a_number_of_bytes_alone_is_refused() -> None:

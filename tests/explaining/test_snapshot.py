@@ -13,23 +13,15 @@ from typing import Any
 
 import pytest
 
-from nemo_like.cli import main
 from nemo_like.explaining.explain import explain
 from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines, write_stripped
+from tests.checks import Calls
 from tests.explaining.made import Recording, real
-
-
-class _Runs:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
-
-    def __reduce__(self) -> Any:
-        return self.call
 
 
 def _hostile(tmp_path: Path) -> list[bytes]:
     mark = str(tmp_path / "ran")
-    run = _Runs(os.system, f"touch {mark}")
+    run = Calls(os.system, f"touch {mark}")
     block = {"address": 1, "size": 1, "state": "active_allocated"}
     segment = {"address": 1, "total_size": 1, "blocks": [block]}
     values: list[Any] = [
@@ -37,8 +29,8 @@ def _hostile(tmp_path: Path) -> list[bytes]:
         {"segments": [run]},
         {"segments": [], "device_traces": [[run]]},
         {"segments": [segment | {"blocks": [run]}]},
-        _Runs(eval, f"open({mark!r}, 'w')"),
-        _Runs(getattr, 3, "real"),
+        Calls(eval, f"open({mark!r}, 'w')"),
+        Calls(getattr, 3, "real"),
         {"segments": Path(mark)},
         {"segments": {1: 2}},
         {"segments": [{"address": "1", "total_size": 2, "blocks": []}]},
@@ -57,12 +49,11 @@ def _hostile(tmp_path: Path) -> list[bytes]:
     return [*texts, b"cos\nsystem\n(S'touch /tmp/x'\ntR.", b"\x80\x04Pabc\n.", b"", b"\x1f\x8bnot gzip"]
 
 
-def test_hostile_files_run_nothing_and_get_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_files_run_nothing_and_get_a_line(tmp_path: Path, program: Any) -> None:
     for number, text in enumerate(_hostile(tmp_path)):
         path = tmp_path / f"{number}.pickle"
         path.write_bytes(text)
-        assert main(["explain", str(path)]) == 2, number
-        said = capsys.readouterr().err
+        said = program(["explain", str(path)], 2).err
         assert said.startswith(f"nemo-like explain: {path.name} was not read: ") and said.count("\n") == 1, said
     assert not (tmp_path / "ran").exists()
 
@@ -127,22 +118,20 @@ def test_a_file_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_a_log_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_with_a_message(tmp_path: Path, program: Any) -> None:
     text = json.loads((Path(__file__).with_name("oom_messages.json")).read_text(encoding="utf-8"))[0]["text"]
     log, out = tmp_path / "train.log", tmp_path / "out.json"
     log.write_text(f"step 1\n{text}\n", encoding="utf-8")
-    assert main(["explain", str(log), "--json", str(out)]) == 0
-    assert capsys.readouterr().out.startswith("GPU 2 had 6.87 of 79.19GiB free for 7.65GiB")
+    assert program(["explain", str(log), "--json", str(out)]).out.startswith("GPU 2 had 6.87 of 79.19GiB free for 7.65GiB")
     assert json.loads(out.read_text(encoding="utf-8"))["unexpected"][0]["kind"] == "live tensors"
 
 
-def test_a_stripped_snapshot_tells_the_same_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stripped_snapshot_tells_the_same_without_names(tmp_path: Path, program: Any) -> None:
     snapshot = real("tinyllama-8bit-lora") | {"external_annotations": [{"name": "secret"}]}
     snapshot["device_traces"][0][0] |= {"user_metadata": "secret", "compile_context": "secret"}
     whole, stripped = tmp_path / "whole.pickle", tmp_path / "stripped.pickle"
     whole.write_bytes(pickle.dumps(snapshot))
-    assert main(["explain", str(whole), "--strip", str(stripped)]) == 0
-    assert "sizes" in capsys.readouterr().out
+    assert "sizes" in program(["explain", str(whole), "--strip", str(stripped)]).out
     text = stripped.read_bytes()
     assert b"secret" not in text and b"3105878423.py" not in text
     before, after = explain(whole), explain(stripped)

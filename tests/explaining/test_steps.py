@@ -13,36 +13,26 @@ from nemo_like import Job, dry_run, explain
 from nemo_like.explaining.explanation import Explanation
 from nemo_like.models import resolve_model
 from tests.explaining.taped import Taped, dry_runs_taped
+from tests.models.blocks import Layer, Stack
 
 WIDTH, LAYERS = 32, 3
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = torch.relu(self.up(x))
-        return x + self.down(inner)
+def mlp(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    inner = torch.relu(layer.up(x))
+    return x + layer.down(inner)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def plain() -> nn.Module:
+    sizes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return Stack(Layer(mlp, **{name: nn.Linear(*size) for name, size in sizes.items()}) for _ in range(LAYERS))
 
 
 class Loop:
     """A loop with one thing wrong, by its name."""
 
     def __init__(self, wrong: str) -> None:
-        self.wrong, self.model = wrong, Plain()
+        self.wrong, self.model = wrong, plain()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         self.kept: list[Any] = []
 
@@ -58,7 +48,7 @@ class Loop:
         if self.wrong == "loss kept":
             self.kept.append(loss)
         if self.wrong in ("metrics kept", "accumulates"):
-            self.kept.append(self.metric(x))
+            self.kept.append(x.abs().repeat(4, 1))  # a metric
         if self.wrong == "state kept":
             self.kept = [self.state_dict_of()]
 
@@ -67,9 +57,6 @@ class Loop:
         if self.wrong == "outputs kept":
             self.kept.append(out)
         return out.square().mean()
-
-    def metric(self, x: torch.Tensor) -> torch.Tensor:
-        return x.abs().repeat(4, 1)
 
     def state_dict_of(self) -> Any:
         return copy.deepcopy(self.optimizer.state_dict())
@@ -107,8 +94,8 @@ def test_a_cause_planted_in_a_loop_is_the_first_that_is_said(wrong: str, kind: s
 
 def test_a_plain_model_has_its_parts_and_layers() -> None:
     made = explained("", steps=2, rows=512)
-    weights = 4 * sum(p.numel() for p in Plain().parameters())
-    steps = 4 * len(list(Plain().parameters()))
+    weights = 4 * sum(p.numel() for p in plain().parameters())
+    steps = 4 * len(list(plain().parameters()))
     assert (made.parts["weights"], made.parts["optimizer state"]) == (weights, 2 * weights + steps)
     inner, out = 4 * 512 * 4 * WIDTH, 4 * 512 * WIDTH  # of a layer: what relu returned, and its output
     assert made.layers == (*[inner + out] * (LAYERS - 1), inner)  # backward of the loss has freed the last one

@@ -505,10 +505,17 @@ def _module(device: Device) -> Any:
         default_stream = staticmethod(lambda place=None: host.streams[0])
         get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
         get_rng_state = staticmethod(lambda place=None: device.random.clone())
-
-        @staticmethod
-        def get_device_properties(place: Any = None) -> Any:
-            return types.SimpleNamespace(name="a simulated device", total_memory=device.memory.size, major=9, minor=0)
+        max_memory_allocated = staticmethod(lambda place=None: device.memory.peak["allocated"])
+        memory_reserved = staticmethod(lambda place=None: device.memory.now["reserved"])
+        max_memory_reserved = staticmethod(lambda place=None: device.memory.peak["reserved"])
+        mem_get_info = staticmethod(
+            lambda place=None: (device.memory.size - device.memory.now["reserved"], device.memory.size)
+        )
+        get_device_properties = staticmethod(
+            lambda place=None: types.SimpleNamespace(
+                name="a simulated device", total_memory=device.memory.size, major=9, minor=0
+            )
+        )
 
         @staticmethod
         def set_rng_state(state: torch.Tensor, place: Any = None) -> None:
@@ -536,18 +543,6 @@ def _module(device: Device) -> Any:
             return device.memory.now["allocated"]
 
         @staticmethod
-        def max_memory_allocated(place: Any = None) -> int:
-            return device.memory.peak["allocated"]
-
-        @staticmethod
-        def memory_reserved(place: Any = None) -> int:
-            return device.memory.now["reserved"]
-
-        @staticmethod
-        def max_memory_reserved(place: Any = None) -> int:
-            return device.memory.peak["reserved"]
-
-        @staticmethod
         def reset_peak_memory_stats(place: Any = None) -> None:
             device.settle()
             device.memory.peak = device.memory.now.copy()
@@ -556,11 +551,6 @@ def _module(device: Device) -> Any:
         def empty_cache() -> None:
             device.settle()
             device.memory.empty_cache()
-
-        @staticmethod
-        def mem_get_info(place: Any = None) -> tuple[int, int]:
-            return device.memory.size - device.memory.now["reserved"], device.memory.size
-
     return module
 
 

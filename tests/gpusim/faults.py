@@ -11,8 +11,8 @@ import inspect
 import random
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from nemo_like.offload import Offloader, apply_offloading, mover, offload_activa
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
+from tests.checks import same
 from tests.gpusim.device import NAME, Device, RaceError
 from tests.gpusim.streams import Event, host
 from tests.offload.cases import Stack, stack_of
@@ -35,7 +36,6 @@ UNLIMITED = 1 << 30
 
 Results = dict[str, Any]
 Scenario = Callable[[bool], Results]
-SCENARIOS: dict[str, Scenario] = {}
 
 
 def _wave(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -61,58 +61,32 @@ def _input(step: int = 0) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(NAME)
 
 
-def _gradients(model: nn.Module, results: Results, step: object) -> None:
-    for name, parameter in model.named_parameters():
-        results[f"{name}, {step}"] = None if parameter.grad is None else parameter.grad.cpu()
+def _gradients(model: nn.Module, step: int = 0) -> Results:
+    """Return the gradients, which the model then has no more."""
+    found = {
+        f"{name}, {step}": None if parameter.grad is None else parameter.grad.cpu()
+        for name, parameter in model.named_parameters()
+    }
     model.zero_grad()
+    return found
 
 
-def _training(offload: bool, mode: str, inflight: int, layer: Callable[..., torch.Tensor] = _wave) -> Results:
+def _training(offload: bool, mode: str = "all", inflight: int = 1, layer: Callable[..., torch.Tensor] = _wave) -> Results:
     model, results = _model(offload, mode, inflight, layer), Results()
     for step in range(2):
         model(_input(step)).sum().backward()
-        _gradients(model, results, step)
+        results |= _gradients(model, step)
     return results
-
-
-def scenario(name: str) -> Callable[[Scenario], Scenario]:
-    """Enter a function among the scenarios."""
-
-    def enter(function: Scenario) -> Scenario:
-        SCENARIOS[name] = function
-        return function
-
-    return enter
-
-
-for _mode, _inflight in (("boundary", 1), ("all", 1), ("all", 1 << 13), ("all", UNLIMITED)):
-
-    @scenario(f"{_mode}, {_inflight} bytes on their way")
-    def _steps(offload: bool, mode: str = _mode, inflight: int = _inflight) -> Results:
-        return _training(offload, mode, inflight)
 
 
 def _changed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x.tanh_() * scale
 
 
-@scenario("saved")
-def _kept_and_changed(offload: bool) -> Results:
-    """Change in place, inside of the region, what the policy keeps."""
-    return _training(offload, "saved", UNLIMITED, _changed)
-
-
 def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.cat([(x[0:40] * x[24:64]), x[20:44] * scale])
 
 
-@scenario("slices")
-def _parts(offload: bool) -> Results:
-    """Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already."""
-    return _training(offload, "all", 1, _slices)
-
-
-@scenario("another version")
 def _two_versions(offload: bool) -> Results:
     """Save a storage, change it, and save it again; the graph of the first one lives on, and backward leaves it out."""
     others = []
@@ -123,7 +97,7 @@ def _two_versions(offload: bool) -> Results:
         host.synchronize()  # no one reads that copy, so the change need not wait for it
         return product.add_(1).cos()
 
-    return _training(offload, "all", 1, layer)
+    return _training(offload, layer=layer)
 
 
 class _Writes(torch.autograd.Function):
@@ -139,7 +113,6 @@ class _Writes(torch.autograd.Function):
         return ctx.saved_tensors[0].zero_().add_(1) * gradient
 
 
-@scenario("a reader that writes")
 def _written(offload: bool) -> Results:
     """Let the first reader of a storage write into what it is given, in the layers that are offloaded."""
     writes = iter((offload, offload, False))
@@ -148,17 +121,15 @@ def _written(offload: bool) -> Results:
         product = x * scale
         return product.sin() + (_Writes.apply(product) if next(writes) else product * 1)
 
-    model, results = _model(offload, layer=layer), Results()
+    model = _model(offload, layer=layer)
     loss = model(_input()).sum()
     if offload:
         host.synchronize()
         offloader_of(model).collect()  # type: ignore[union-attr]  # no original is left, which it would write into
     loss.backward()
-    _gradients(model, results, 0)
-    return results
+    return _gradients(model)
 
 
-@scenario("a change in place")
 def _noticed(offload: bool) -> Results:
     """Change what was saved: autograd refuses."""
     model, results = _model(offload), Results()
@@ -173,7 +144,6 @@ def _noticed(offload: bool) -> Results:
     return results
 
 
-@scenario("copies back while those to the host are on their way")
 def _both_ways(offload: bool) -> Results:
     """Bring everything back at once, as if no original were left.
 
@@ -181,20 +151,18 @@ def _both_ways(offload: bool) -> Results:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCopy, "original", lambda _: None)
-        return _training(offload, "all", UNLIMITED)
+        return _training(offload, inflight=UNLIMITED)
 
 
-@scenario("two graphs")
 def _retained(offload: bool) -> Results:
     """Go through one graph twice, with another step between."""
-    model, results = _model(offload), Results()
+    model = _model(offload)
     first = model(_input(0)).sum()
     first.backward(retain_graph=True)
     second = model(_input(1)).sum()
     first.backward()
     second.backward()
-    _gradients(model, results, 0)
-    return results
+    return _gradients(model)
 
 
 def _halves(model: Stack, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +172,6 @@ def _halves(model: Stack, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, torch.autograd.grad(loss, hidden, retain_graph=True)[0]
 
 
-@scenario("a backward that ends early")
 def _ends_early(offload: bool) -> Results:
     """Drop a graph whose tensors are on their way back, then train on."""
     model, results = _model(offload), Results()
@@ -215,28 +182,24 @@ def _ends_early(offload: bool) -> Results:
     torch.gpusim.reuse()  # type: ignore[attr-defined]
     results["gradient"] = gradient.cpu()
     model(_input(1)).sum().backward()
-    _gradients(model, results, 1)
-    return results
+    return results | _gradients(model, 1)
 
 
-@scenario("a reader on a side stream")
 def _side_reader(offload: bool) -> Results:
     """Run the second half of backward on another stream, for which the first one brought tensors back."""
-    model, results, side = _model(offload), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    model, side = _model(offload), torch.gpusim.Stream()  # type: ignore[attr-defined]
     hidden, gradient = _halves(model, _input(0))
     side.wait_stream(host.streams[0])
     with host.on(side):
         hidden.backward(gradient, retain_graph=True)
     _model(False)(_input(1)).sum().backward()  # other work of the first stream
     host.synchronize()
-    _gradients(model, results, 0)
-    return results
+    return _gradients(model)
 
 
-@scenario("originals read on a side stream")
 def _side_originals(offload: bool) -> Results:
     """Run backward on another stream before anything has left the device, then let go of it."""
-    model, results, side = _model(offload, inflight=UNLIMITED), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    model, side = _model(offload, inflight=UNLIMITED), torch.gpusim.Stream()  # type: ignore[attr-defined]
     loss = model(_input(0)).sum()
     side.wait_stream(host.streams[0])
     with host.on(side):
@@ -248,14 +211,12 @@ def _side_originals(offload: bool) -> Results:
         offloader.collect()
     _model(False)(_input(1)).sum().backward()  # other work of the first stream
     host.synchronize()
-    _gradients(model, results, 0)
-    return results
+    return _gradients(model)
 
 
-@scenario("a graph read twice, then another stream")
 def _read_twice(offload: bool) -> Results:
     """Go through one graph twice on a stream, then save on another one, which does not wait for it."""
-    model, results, side = _model(offload), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    model, side = _model(offload), torch.gpusim.Stream()  # type: ignore[attr-defined]
     parameters, inputs = list(model.parameters()), [_input(0), _input(1)]
     host.synchronize()
     with host.on(side):
@@ -264,39 +225,33 @@ def _read_twice(offload: bool) -> Results:
         del loss
     kept.append(torch.autograd.grad(model(inputs[1]).sum(), parameters))
     host.synchronize()
-    results |= {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
-    return results
+    return {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
 
 
-@scenario("streams in turn")
 def _in_turn(offload: bool) -> Results:
     """Take steps on two streams, which do not wait for each other."""
-    model, results = _model(offload), Results()
+    model = _model(offload)
     inputs, streams, kept = [_input(n) for n in range(4)], [torch.gpusim.Stream() for _ in range(2)], []  # type: ignore[attr-defined]
     host.synchronize()
     for step, x in enumerate(inputs):
         with host.on(streams[step % 2]):
             kept.append(torch.autograd.grad(model(x).sum(), list(model.parameters())))
     host.synchronize()
-    results |= {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
-    return results
+    return {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
 
 
-@scenario("no streams, and another one for backward")
 def _no_streams(offload: bool) -> Results:
     """Copy on the first stream, which is not the one that backward runs on."""
-    model, results = _model(offload, use_streams=False), Results()
+    model = _model(offload, use_streams=False)
     side = torch.gpusim.Stream()  # type: ignore[attr-defined]
     loss = model(_input()).sum()
     side.wait_stream(host.streams[0])
     with host.on(side):
         loss.backward(retain_graph=True)
     host.synchronize()
-    _gradients(model, results, 0)
-    return results
+    return _gradients(model)
 
 
-@scenario("an offloader that goes away")
 def _goes_away(offload: bool) -> Results:
     """Drop graph and offloader after forward."""
     x = _input().requires_grad_()
@@ -309,7 +264,6 @@ def _goes_away(offload: bool) -> Results:
     return {"loss": value.cpu()}
 
 
-@scenario("an offloader that goes away during backward")
 def _goes_away_in_backward(offload: bool) -> Results:
     """Drop the model, too, whose tensors are on their way back; then use the memory."""
     model = _model(offload)
@@ -320,12 +274,29 @@ def _goes_away_in_backward(offload: bool) -> Results:
     return results
 
 
-def same(results: Results, expected: Results) -> bool:
-    """Return whether all results are equal, bit for bit."""
-    return results.keys() == expected.keys() and all(
-        torch.equal(value, expected[name]) if isinstance(value, torch.Tensor) else value == expected[name]
-        for name, value in results.items()
-    )
+SCENARIOS: dict[str, Scenario] = {
+    **{
+        f"{mode}, {inflight} bytes on their way": partial(_training, mode=mode, inflight=inflight)
+        for mode, inflight in (("boundary", 1), ("all", 1), ("all", 1 << 13), ("all", UNLIMITED))
+    },
+    # Change in place, inside of the region, what the policy keeps.
+    "saved": partial(_training, mode="saved", inflight=UNLIMITED, layer=_changed),
+    # Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already.
+    "slices": partial(_training, layer=_slices),
+    "another version": _two_versions,
+    "a reader that writes": _written,
+    "a change in place": _noticed,
+    "copies back while those to the host are on their way": _both_ways,
+    "two graphs": _retained,
+    "a backward that ends early": _ends_early,
+    "a reader on a side stream": _side_reader,
+    "originals read on a side stream": _side_originals,
+    "a graph read twice, then another stream": _read_twice,
+    "streams in turn": _in_turn,
+    "no streams, and another one for backward": _no_streams,
+    "an offloader that goes away": _goes_away,
+    "an offloader that goes away during backward": _goes_away_in_backward,
+}
 
 
 def all_right(device: Device, seeds: Sequence[int | None]) -> list[str]:
@@ -347,43 +318,31 @@ def all_right(device: Device, seeds: Sequence[int | None]) -> list[str]:
 
 # Faults.
 
+PutIn = Callable[[pytest.MonkeyPatch], None]
 
-@dataclass(frozen=True)
-class Fault:
-    """A function that puts a fault in, the scenario that shows it, and how."""
 
-    put_in: Callable[[pytest.MonkeyPatch], None]
+class Fault(NamedTuple):
+    """How a fault is put in, the scenario that shows it, and how it shows."""
+
+    put_in: PutIn
     scenario: str
     shows_as: str
 
 
-FAULTS: dict[str, Fault] = {}
+def edited(owner: Any, name: str, *changes: tuple[str, str]) -> PutIn:
+    """A fault that replaces text in the source of a method, each once."""
 
+    def put_in(patch: pytest.MonkeyPatch) -> None:
+        source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+        for old, new in changes:
+            assert source.count(old) == 1, f"{owner.__name__}.{name} has {old!r} {source.count(old)} times"
+            source = source.replace(old, new)
+        scope: dict[str, Any] = {}
+        code = compile(source, f"<{name} with a fault>", "exec", annotations.compiler_flag)
+        exec(code, vars(inspect.getmodule(getattr(owner, name))), scope)
+        patch.setattr(owner, name, scope[name])
 
-def shown_by(name: str, shows_as: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Any]:
-    """Enter a function among the faults."""
-
-    def enter(function: Callable[[pytest.MonkeyPatch], None]) -> Any:
-        FAULTS[function.__name__] = Fault(function, name, shows_as)
-        return function
-
-    return enter
-
-
-def edit(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, str]) -> None:
-    """Replace text in the source of a method, each once."""
-    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
-    for old, new in changes:
-        assert source.count(old) == 1, f"{owner.__name__}.{name} has {old!r} {source.count(old)} times"
-        source = source.replace(old, new)
-    scope: dict[str, Any] = {}
-    flags = annotations.compiler_flag
-    exec(compile(source, f"<{name} with a fault>", "exec", flags), vars(inspect.getmodule(getattr(owner, name))), scope)
-    patch.setattr(owner, name, scope[name])
-
-
-WRITTEN = "copy.written = backend.record(backend.copies)"
-READY = "copy.ready = backend.record(backend.copies)"
+    return put_in
 
 
 def how_it_shows(device: Device, name: str) -> str:
@@ -409,83 +368,12 @@ def how_it_shows(device: Device, name: str) -> str:
     return shows
 
 
-@shown_by("all, 1 bytes on their way", "race")
-def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
-    """Copy to the host without waiting for the operator that makes the bytes."""
-    edit(patch, Mover, "offload", ("backend.copies.wait_event(backend.record(copy.stream))", "pass"))
+def replaced(owner: Any, name: str, value: Callable[..., Any]) -> PutIn:
+    """A fault that gives `owner` another function of that name."""
+    return lambda patch: patch.setattr(owner, name, value)
 
 
-@shown_by("all, 1 bytes on their way", "race")
-def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Read what comes back before it is there."""
-    edit(patch, Mover, "fetch", ("stream.wait_event(copy.ready)", "pass"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def copy_out_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """Take an event of the current stream for the end of a copy to the host."""
-    edit(patch, Mover, "offload", (WRITTEN, "copy.written = backend.record(copy.stream)"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def copy_back_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """Take an event of the current stream for the end of a copy back."""
-    edit(patch, Mover, "_copy_back", (READY, "copy.ready = backend.record(stream)"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Record the end of a copy to the host before it."""
-    copy = "backend.copy(host, bytes_of(storage), backend.copies)"
-    edit(patch, Mover, "offload", (WRITTEN, "pass"), (copy, f"{WRITTEN}; {copy}"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Record the end of a copy back before it."""
-    wait = "backend.copies.wait_event(backend.record(stream))"
-    edit(patch, Mover, "_copy_back", (READY, "pass"), (wait, f"{wait}; {READY}"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Hold no storage that a copy to the host reads."""
-    edit(patch, Mover, "offload", ("self._inflight.append((copy.written, storage, nbytes))", "pass"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def host_never_waits(patch: pytest.MonkeyPatch) -> None:
-    """Go on where the host is to wait for a copy, and let go of what it reads."""
-    edit(patch, Mover, "retire", ("held[0][0].synchronize()", "pass"))
-
-
-@shown_by("all, 8192 bytes on their way", "race")
-def every_event_has_happened(patch: pytest.MonkeyPatch) -> None:
-    """Take every copy for done."""
-    edit(patch, Mover, "retire", ("held[0][0].query()", "True"))
-
-
-@shown_by("a reader on a side stream", "race")
-def reader_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
-    """Lend no memory to the stream that reads it."""
-    patch.setattr(Backend, "lend", lambda *_: None)
-
-
-@shown_by("originals read on a side stream", "race")
-def reader_of_an_original_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
-    """Lend only what comes back, and not what never left."""
-    edit(patch, Mover, "fetch", ("backend.lend(whole, stream, copy.stream)", "pass"))
-
-
-@shown_by("all, 1 bytes on their way", "race")
-def copy_back_waits_for_no_earlier_work(patch: pytest.MonkeyPatch) -> None:
-    """Write to a buffer whose memory earlier operators of the current stream may use."""
-    edit(patch, Mover, "_copy_back", ("backend.copies.wait_event(backend.record(stream))", "pass"))
-
-
-@shown_by("copies back while those to the host are on their way", "race")
-def copy_back_is_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Bring back what may not be on the host yet."""
+def _copy_back_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     other, copy_back = torch.gpusim.Stream(), Mover._copy_back  # type: ignore[attr-defined]
 
     def on_the_other(self: Mover, copy: HostCopy) -> torch.Tensor:
@@ -496,90 +384,131 @@ def copy_back_is_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mover, "_copy_back", on_the_other)
 
 
-@shown_by("saved", "race")
-def change_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
-    """Change in place what is being copied to the host."""
-    edit(patch, Mover, "part_from_source", ("self.backend.current_stream().wait_event(copy.written)", "pass"))
-
-
-@shown_by("saved", "bytes")
-def changed_source_is_read(patch: pytest.MonkeyPatch) -> None:
-    """Take a source that was changed in place for what was saved."""
-    edit(patch, Mover, "part_from_source", ("copy.storage = lambda: None", "pass"))
-
-
-@shown_by("all, 1 bytes on their way", "bytes")
-def host_memory_is_let_go_after_the_copy_out(patch: pytest.MonkeyPatch) -> None:
-    """Keep no CPU memory when the copy to it has been started."""
-    edit(patch, Mover, "offload", (WRITTEN, f"{WRITTEN}; copy.host = backend.host_memory(nbytes)"))
-
-
-@shown_by("two graphs", "bytes")
-def host_memory_is_let_go_after_one_backward(patch: pytest.MonkeyPatch) -> None:
-    """Keep no CPU memory when all readers have had it once, and bring it back in the second round."""
-    read = "copy.buffer = None  # all have read"
-    edit(patch, Mover, "fetch", (read, f"copy.host = backend.host_memory(copy.host.numel()); {read}"))
-
-
-@shown_by("streams in turn", "bytes")
-def host_memory_has_two_copies(patch: pytest.MonkeyPatch) -> None:
-    """Give the same CPU memory out for all copies of one size."""
+def _two_copies(patch: pytest.MonkeyPatch) -> None:
     given: dict[int, torch.Tensor] = {}
     new = Backend.host_memory
     patch.setattr(Backend, "host_memory", lambda self, n: given[n] if n in given else given.setdefault(n, new(self, n)))
 
 
-@shown_by("another version", "bytes")
-def copy_of_another_version_is_shared(patch: pytest.MonkeyPatch) -> None:
-    """Take what a storage held before a change in place for what it holds after it."""
+def _one_version(patch: pytest.MonkeyPatch) -> None:
     offload = Mover.offload
     patch.setattr(Mover, "offload", lambda self, storage, version, reader: offload(self, storage, (0,), reader))
 
 
-@shown_by("all, 1 bytes on their way", "bytes")
-def copy_of_a_storage_that_is_gone_is_shared(patch: pytest.MonkeyPatch) -> None:
-    """Take the copy of a storage that is gone for that of the next one with its number; all have one here."""
+def _one_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mover, "id", lambda _: 0, raising=False)
-    edit(patch, Mover, "find", ("copy.original() is storage", "True"))
+    edited(Mover, "find", ("copy.original() is storage", "True"))(patch)
 
 
-@shown_by("a reader that writes", "bytes")
-def write_into_a_buffer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    """Give the next reader what an earlier one wrote into."""
-    edit(patch, Mover, "fetch", ("version_of(copy.buffer) != copy.version", "False"))
-
-
-@shown_by("slices", "bytes")
-def part_is_read_from_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
-    """Read each view from the start of its storage."""
-    edit(patch, Offloader, "_move_plain", ("*place)", "*place[:2], 0)"))
-
-
-@shown_by("a change in place", "bytes")
-def change_in_place_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    """Compare no version counter when a tensor is asked for."""
-    patch.setattr(mover, "_refuse_change", lambda *_: None)
-
-
-@shown_by("an offloader that goes away", "race")
-def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """Let a mover go away while its copies read storages that it holds."""
-    patch.setattr(mover, "_end_of_copies", lambda *_: None)
-
-
-@shown_by("an offloader that goes away during backward", "race")
-def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """Let a mover go away while copies write to buffers that it holds."""
-    edit(patch, mover, "_end_of_copies", ("(*inflight, *dead)", "inflight"))
-
-
-@shown_by("a backward that ends early", "race")
-def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Drop a buffer that is being brought back without waiting for the copy."""
-    edit(patch, Mover, "retire", ("held.append((ready, buffer, 0))", "pass"))
-
-
-@shown_by("no streams, and another one for backward", "race")
-def one_stream_needs_no_wait(patch: pytest.MonkeyPatch) -> None:
-    """Wait for nothing where copies are on the user's stream, which may have changed since."""
-    patch.setattr(Backend, "record", lambda *_: Event())
+ONE = "all, 1 bytes on their way"
+COPY = "backend.copy(host, bytes_of(storage), backend.copies)"
+WAIT = "backend.copies.wait_event(backend.record(stream))"
+WRITTEN = "copy.written = backend.record(backend.copies)"
+READY = "copy.ready = backend.record(backend.copies)"
+READ = "copy.buffer = None  # all have read"
+FAULTS: dict[str, Fault] = {
+    # Copy to the host without waiting for the operator that makes the bytes.
+    "copy_out_waits_for_no_operator": Fault(
+        edited(Mover, "offload", ("backend.copies.wait_event(backend.record(copy.stream))", "pass")), ONE, "race"
+    ),
+    # Read what comes back before it is there.
+    "reader_does_not_wait": Fault(edited(Mover, "fetch", ("stream.wait_event(copy.ready)", "pass")), ONE, "race"),
+    # Take an event of the current stream for the end of a copy to the host.
+    "copy_out_is_recorded_on_the_wrong_stream": Fault(
+        edited(Mover, "offload", (WRITTEN, "copy.written = backend.record(copy.stream)")), ONE, "race"
+    ),
+    # Take an event of the current stream for the end of a copy back.
+    "copy_back_is_recorded_on_the_wrong_stream": Fault(
+        edited(Mover, "_copy_back", (READY, "copy.ready = backend.record(stream)")), ONE, "race"
+    ),
+    # Record the end of a copy to the host before it.
+    "copy_out_is_recorded_too_early": Fault(
+        edited(Mover, "offload", (WRITTEN, "pass"), (COPY, f"{WRITTEN}; {COPY}")), ONE, "race"
+    ),
+    # Record the end of a copy back before it.
+    "copy_back_is_recorded_too_early": Fault(
+        edited(Mover, "_copy_back", (READY, "pass"), (WAIT, f"{WAIT}; {READY}")), ONE, "race"
+    ),
+    # Hold no storage that a copy to the host reads.
+    "source_is_let_go_at_once": Fault(
+        edited(Mover, "offload", ("self._inflight.append((copy.written, storage, nbytes))", "pass")), ONE, "race"
+    ),
+    # Go on where the host is to wait for a copy, and let go of what it reads.
+    "host_never_waits": Fault(edited(Mover, "retire", ("held[0][0].synchronize()", "pass")), ONE, "race"),
+    # Take every copy for done.
+    "every_event_has_happened": Fault(
+        edited(Mover, "retire", ("held[0][0].query()", "True")), "all, 8192 bytes on their way", "race"
+    ),
+    # Lend no memory to the stream that reads it.
+    "reader_is_not_told_to_the_allocator": Fault(
+        replaced(Backend, "lend", lambda *_: None), "a reader on a side stream", "race"
+    ),
+    # Lend only what comes back, and not what never left.
+    "reader_of_an_original_is_not_told_to_the_allocator": Fault(
+        edited(Mover, "fetch", ("backend.lend(whole, stream, copy.stream)", "pass")),
+        "originals read on a side stream",
+        "race",
+    ),
+    # Write to a buffer whose memory earlier operators of the current stream may use.
+    "copy_back_waits_for_no_earlier_work": Fault(
+        edited(Mover, "_copy_back", (WAIT, "pass")), ONE, "race"
+    ),
+    # Bring back what may not be on the host yet.
+    "copy_back_is_on_another_stream": Fault(
+        _copy_back_on_another_stream, "copies back while those to the host are on their way", "race"
+    ),
+    # Change in place what is being copied to the host.
+    "change_does_not_wait_for_the_copy_out": Fault(
+        edited(Mover, "part_from_source", ("self.backend.current_stream().wait_event(copy.written)", "pass")),
+        "saved",
+        "race",
+    ),
+    # Take a source that was changed in place for what was saved.
+    "changed_source_is_read": Fault(
+        edited(Mover, "part_from_source", ("copy.storage = lambda: None", "pass")), "saved", "bytes"
+    ),
+    # Keep no CPU memory when the copy to it has been started.
+    "host_memory_is_let_go_after_the_copy_out": Fault(
+        edited(Mover, "offload", (WRITTEN, f"{WRITTEN}; copy.host = backend.host_memory(nbytes)")), ONE, "bytes"
+    ),
+    # Keep no CPU memory when all readers have had it once, and bring it back in the second round.
+    "host_memory_is_let_go_after_one_backward": Fault(
+        edited(Mover, "fetch", (READ, f"copy.host = backend.host_memory(copy.host.numel()); {READ}")), "two graphs", "bytes"
+    ),
+    # Give the same CPU memory out for all copies of one size.
+    "host_memory_has_two_copies": Fault(_two_copies, "streams in turn", "bytes"),
+    # Take what a storage held before a change in place for what it holds after it.
+    "copy_of_another_version_is_shared": Fault(_one_version, "another version", "bytes"),
+    # Take the copy of a storage that is gone for that of the next one with its number; all have one here.
+    "copy_of_a_storage_that_is_gone_is_shared": Fault(_one_number, ONE, "bytes"),
+    # Give the next reader what an earlier one wrote into.
+    "write_into_a_buffer_is_not_noticed": Fault(
+        edited(Mover, "fetch", ("version_of(copy.buffer) != copy.version", "False")), "a reader that writes", "bytes"
+    ),
+    # Read each view from the start of its storage.
+    "part_is_read_from_the_wrong_place": Fault(
+        edited(Offloader, "_move_plain", ("*place)", "*place[:2], 0)")), "slices", "bytes"
+    ),
+    # Compare no version counter when a tensor is asked for.
+    "change_in_place_is_not_noticed": Fault(
+        replaced(mover, "_refuse_change", lambda *_: None), "a change in place", "bytes"
+    ),
+    # Let a mover go away while its copies read storages that it holds.
+    "end_of_copies_is_not_awaited": Fault(
+        replaced(mover, "_end_of_copies", lambda *_: None), "an offloader that goes away", "race"
+    ),
+    # Let a mover go away while copies write to buffers that it holds.
+    "end_of_copies_back_is_not_awaited": Fault(
+        edited(mover, "_end_of_copies", ("(*inflight, *dead)", "inflight")),
+        "an offloader that goes away during backward",
+        "race",
+    ),
+    # Drop a buffer that is being brought back without waiting for the copy.
+    "unread_buffer_is_dropped_at_once": Fault(
+        edited(Mover, "retire", ("held.append((ready, buffer, 0))", "pass")), "a backward that ends early", "race"
+    ),
+    # Wait for nothing where copies are on the user's stream, which may have changed since.
+    "one_stream_needs_no_wait": Fault(
+        replaced(Backend, "record", lambda *_: Event()), "no streams, and another one for backward", "race"
+    ),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,10 +40,6 @@ def _numbers(device: Device) -> None:
         assert torch.equal(parameter.grad, other.grad.cpu())
 
 
-def test_operators_give_the_bits_of_the_cpu() -> None:
-    on_device(_numbers)
-
-
 def _freed(device: Device) -> tuple[list[int], bool]:
     first = torch.ones(WIDTH, device="gpusim")
     address = first.data_ptr()
@@ -67,10 +64,6 @@ def _random(device: Device) -> None:
     assert torch.equal(torch.randn(8, device="gpusim").cpu(), drawn.cpu())
 
 
-def test_the_device_has_a_generator_of_its_own() -> None:
-    on_device(_random)
-
-
 def _late(device: Device) -> list[float]:
     source, target = torch.ones(4, device="gpusim"), torch.zeros(4, pin_memory=True)
     side = torch.gpusim.Stream()
@@ -80,10 +73,6 @@ def _late(device: Device) -> list[float]:
     early = target[0].item()
     side.synchronize()
     return [early, target[0].item()]
-
-
-def test_a_copy_waits_until_somebody_waits_for_it() -> None:
-    assert on_device(_late) == [0.0, 1.0]
 
 
 def test_with_a_seed_a_copy_may_run_early() -> None:
@@ -104,10 +93,6 @@ def _events(device: Device) -> None:
     assert event.query()
 
 
-def test_the_host_knows_what_it_waited_for() -> None:
-    on_device(_events)
-
-
 def _copied(device: Device, wait: bool, lend: bool, keep: bool) -> float:
     """Copy what was computed to the host on a side stream, and let go of it."""
     side, target = torch.gpusim.Stream(), torch.zeros(WIDTH, pin_memory=True)
@@ -126,27 +111,11 @@ def _copied(device: Device, wait: bool, lend: bool, keep: bool) -> float:
     return target.sum().item()
 
 
-@pytest.mark.parametrize("how", [(True, True, False), (True, False, True)], ids=["lent", "kept"])
-def test_ordered_work_is_right(how: tuple[bool, bool, bool]) -> None:
-    assert on_device(_copied, *how) == 2.0 * WIDTH
-
-
-@pytest.mark.parametrize("how", [(False, True, False), (True, False, False)], ids=["no wait", "not lent"])
-def test_work_that_nothing_orders_is_reported(how: tuple[bool, bool, bool]) -> None:
-    with pytest.raises(RaceError, match=r"a copy from gpusim to cpu on stream 1.*: nothing orders them"):
-        on_device(_copied, *how)
-
-
 def _not_waited(device: Device) -> None:
     side = torch.gpusim.Stream()
     with torch.gpusim.stream(side):
         made = torch.ones(4, device="gpusim")
     made.add_(1)  # on the first stream
-
-
-def test_a_result_of_another_stream_needs_a_wait() -> None:
-    with pytest.raises(RaceError, match=r"write by aten\.add_\.Tensor on stream 0 and write by aten\.fill_"):
-        on_device(_not_waited)
 
 
 def _two_readers(device: Device) -> float:
@@ -158,10 +127,6 @@ def _two_readers(device: Device) -> float:
     other = made.sum()
     torch.gpusim.current_stream().wait_stream(side)
     return (one + other).item()
-
-
-def test_two_streams_may_read() -> None:
-    assert on_device(_two_readers) == 8.0
 
 
 def _pinned_again(device: Device, wait: bool) -> float:
@@ -178,12 +143,6 @@ def _pinned_again(device: Device, wait: bool) -> float:
     return slab.sum().item()
 
 
-def test_pinned_memory_is_checked_as_well() -> None:
-    assert on_device(_pinned_again, True) == 0.0
-    with pytest.raises(RaceError, match="write by a copy from gpusim to cpu on stream 1 and write by a copy"):
-        on_device(_pinned_again, False)
-
-
 def _cycle(device: Device) -> int:
     made = [torch.ones(4, device="gpusim")]
     made.append(made)  # type: ignore[arg-type]
@@ -191,10 +150,6 @@ def _cycle(device: Device) -> int:
     gc.collect()
     assert not host.queues[0]
     return torch.gpusim.memory_allocated()
-
-
-def test_what_a_cycle_held_is_freed() -> None:
-    assert on_device(_cycle) == 0
 
 
 def _used_before(device: Device, wait: bool) -> float:
@@ -209,14 +164,6 @@ def _used_before(device: Device, wait: bool) -> float:
     return target.sum().item()
 
 
-def test_memory_that_was_used_before_needs_a_wait_on_another_stream() -> None:
-    assert on_device(_used_before, True) == 0.0
-    with pytest.raises(
-        RaceError, match="a copy from cpu to gpusim on stream 1 and write by what had these bytes before"
-    ):
-        on_device(_used_before, False)
-
-
 def _refused(device: Device) -> None:
     def refuse(packed: torch.Tensor) -> torch.Tensor:
         raise KeyError("from a hook")
@@ -227,9 +174,54 @@ def _refused(device: Device) -> None:
     loss.backward()
 
 
-def test_an_exception_of_a_hook_arrives() -> None:
-    with pytest.raises(KeyError, match="from a hook"):
-        on_device(_refused)
+@pytest.mark.parametrize(
+    ("function", "given", "result"),
+    [
+        pytest.param(_numbers, (), None, id="operators give the bits of the CPU"),
+        pytest.param(_random, (), None, id="the device has a generator of its own"),
+        pytest.param(_late, (), [0.0, 1.0], id="a copy waits until somebody waits for it"),
+        pytest.param(_events, (), None, id="the host knows what it waited for"),
+        pytest.param(_copied, (True, True, False), 2.0 * WIDTH, id="memory that is lent is right"),
+        pytest.param(_copied, (True, False, True), 2.0 * WIDTH, id="memory that is kept is right"),
+        pytest.param(_two_readers, (), 8.0, id="two streams may read"),
+        pytest.param(_pinned_again, (True,), 0.0, id="pinned memory is used again after a wait"),
+        pytest.param(_cycle, (), 0, id="what a cycle held is freed"),
+        pytest.param(_used_before, (True,), 0.0, id="device memory is used again after a wait"),
+    ],
+)
+def test_on_the_device(function: Callable[..., Any], given: tuple[Any, ...], result: Any) -> None:
+    assert on_device(function, *given) == result
+
+
+_UNORDERED = r"a copy from gpusim to cpu on stream 1.*: nothing orders them"
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "error", "match"),
+    [
+        pytest.param(_copied, (False, True, False), RaceError, _UNORDERED, id="a copy without a wait"),
+        pytest.param(_copied, (True, False, False), RaceError, _UNORDERED, id="memory that is not lent"),
+        pytest.param(
+            _not_waited, (), RaceError, r"write by aten\.add_\.Tensor on stream 0 and write by aten\.fill_",
+            id="a result of another stream without a wait",
+        ),
+        pytest.param(
+            _pinned_again, (False,), RaceError, "write by a copy from gpusim to cpu on stream 1 and write by a copy",
+            id="pinned memory without a wait",
+        ),
+        pytest.param(
+            _used_before, (False,), RaceError,
+            "a copy from cpu to gpusim on stream 1 and write by what had these bytes before",
+            id="memory that was used before without a wait",
+        ),
+        pytest.param(_refused, (), KeyError, "from a hook", id="an exception of a hook arrives"),
+    ],
+)  # fmt: skip
+def test_what_the_device_raises(
+    function: Callable[..., Any], given: tuple[Any, ...], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        on_device(function, *given)
 
 
 SOURCE = """

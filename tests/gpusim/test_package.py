@@ -22,24 +22,14 @@ from tests.checks import same
 from tests.gpusim import on_device
 from tests.models.blocks import Stack
 from tests.models.decoders import batch, build
-
-
-class Block(nn.Module):
-    """A residual block with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.drop(self.up(x).relu()))
+from tests.models.tiny import Block
 
 
 class Model(Stack):
-    """Three blocks."""
+    """Three blocks with dropout."""
 
     def __init__(self) -> None:
-        super().__init__(Block() for _ in range(3))
+        super().__init__(Block(norm=False, dropout=0.5) for _ in range(3))
 
 
 def _step(model: nn.Module, x: torch.Tensor, context: Any) -> list[torch.Tensor]:
@@ -126,8 +116,7 @@ def test_losses_in_chunks() -> None:
 
 
 def _materialized(_: Any) -> list[bool]:
-    with torch.device("meta"):
-        models = [Model(), Model()]
+    models = [Model().to("meta") for _ in range(2)]
     before = torch.gpusim.get_rng_state()
     for model in models:
         materialize(model, device="gpusim", seed=3)

@@ -25,6 +25,7 @@ from nemo_like.offload.offloader import LAST_LAYER
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
 from tests.checks import assert_bitwise
+from tests.integrations.common import QUIET, regions, tokenizer, weights
 from tests.models import decoders
 from tests.said import said
 
@@ -57,10 +58,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def _arguments(folder: Path, **settings: Any) -> Arguments:
-    defaults = dict(
-        per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_strategy="no", seed=5,
-    )  # fmt: skip
+    defaults = QUIET | {"per_device_train_batch_size": 2, "max_steps": 3, "logging_strategy": "no", "seed": 5}
     return Arguments(output_dir=str(folder), **(defaults | settings))
 
 
@@ -76,19 +74,15 @@ def _made(folder: Path, kind: Any = Trainer, **settings: Any) -> Any:
     return kind(model=decoders.build("llama"), args=_arguments(folder, **settings), train_dataset=Rows())
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 def _train(folder: Path, lora: bool = False, trainer: Any = None, name: str = "llama", **settings: Any) -> Any:
     """Train; `settings` with names of trainer keywords go there, the others to the arguments."""
     model = decoders.build(name)
     model = _lora(model) if lora else model
     mine = {k: settings.pop(k) for k in ("callbacks", "activation_offloading") if k in settings}
     made = (trainer or Trainer)(model=model, args=_arguments(folder, **settings), train_dataset=Rows(), **mine)
-    before = _weights(model)
+    before = weights(model)
     made.train()
-    after = _weights(made.model)
+    after = weights(made.model)
     assert all(not torch.equal(before[key], value) for key, value in after.items() if "lora_B" not in key)
     return made, after
 
@@ -101,10 +95,6 @@ def _reference(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     if key not in _references:
         _references[key] = _train(folder / "reference", trainer=transformers.Trainer, **settings)[1]
     return _references[key]
-
-
-def _regions(model: nn.Module) -> int:
-    return sum(is_checkpointed(module) for module in model.modules())
 
 
 @pytest.mark.few(2)
@@ -129,7 +119,7 @@ def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> 
         gradient_accumulation_steps=2,
     )
     assert_bitwise(after, _reference(tmp_path, gradient_accumulation_steps=2))
-    assert _regions(trainer.model) == decoders.LAYERS
+    assert regions(trainer.model) == decoders.LAYERS
     assert trainer.activation_offload_context.stats.moved_bytes > 0
 
 
@@ -138,14 +128,14 @@ def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> 
 def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) -> None:
     trainer, after = _train(tmp_path, ac=ac)
     assert_bitwise(after, _reference(tmp_path))
-    assert (_regions(trainer.model) > 0) == (ac != "none")
+    assert (regions(trainer.model) > 0) == (ac != "none")
     assert isinstance(trainer.activation_offload_context, NoOpManager)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
-def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: str) -> None:
+def test_weight_decay_reaches_the_sameweights(tmp_path: Path, name: str, ac: str) -> None:
     def decayed(trainer: Any) -> list[list[str]]:
         names = {id(p): n for n, p in trainer.model.named_parameters()}
         assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
@@ -161,7 +151,7 @@ def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: st
 def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, lora=True, ac="selective", bf16=True, activation_offloading=True)
     assert_bitwise(after, _reference(tmp_path, lora=True, bf16=True))
-    assert _regions(trainer.model) == decoders.LAYERS
+    assert regions(trainer.model) == decoders.LAYERS
 
 
 @pytest.mark.few(1)
@@ -173,7 +163,7 @@ def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any)
 
     trainer, after = _train(tmp_path, ac=ac) if isinstance(ac, str) else _train(tmp_path, trainer=Budgeted)
     assert_bitwise(after, _reference(tmp_path))  # the batch that was looked at shifts no random number
-    assert _regions(trainer.model) > 0
+    assert regions(trainer.model) > 0
 
 
 def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None:
@@ -188,7 +178,7 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
 def test_the_callback_checkpoints_a_plain_trainer(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, trainer=transformers.Trainer, callbacks=[CheckpointingCallback("full")])
     assert_bitwise(after, _reference(tmp_path))
-    assert _regions(trainer.model) == decoders.LAYERS
+    assert regions(trainer.model) == decoders.LAYERS
 
 
 def test_model_init_is_checkpointed_by_the_mixin_and_refused_by_the_callback(tmp_path: Path) -> None:
@@ -203,7 +193,7 @@ def test_model_init_is_checkpointed_by_the_mixin_and_refused_by_the_callback(tmp
     )
     first = trainer.model
     trainer.train()
-    assert trainer.model is not first and _regions(trainer.model) == decoders.LAYERS
+    assert trainer.model is not first and regions(trainer.model) == decoders.LAYERS
     assert trainer.activation_offload_context.model is trainer.model
     assert trainer.activation_offload_context.stats.moved_bytes > 0
     plain = transformers.Trainer(
@@ -334,7 +324,7 @@ def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, l
         )  # fmt: skip
         assert computes_in_chunks(trainer.model) == (loss is chunks)
         trainer.train()
-        found.append((_weights(trainer.model), trainer.evaluate()))
+        found.append((weights(trainer.model), trainer.evaluate()))
     (plain, metrics), (ours, our_metrics) = found
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
@@ -347,48 +337,42 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
 
     @dataclass
     class SFTArguments(CheckpointingArguments, trl.SFTConfig):
-        pass
+        """What a user writes, as the next ones are."""
 
     class SFTTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):
-        pass
+        """With both mixins."""
 
     class AsDocumented(CheckpointingMixin, trl.SFTTrainer):
-        pass
+        """As the page has it."""
 
     import datasets
     import pyarrow
 
     table = pyarrow.table({"input_ids": [Rows()[index]["input_ids"].tolist() for index in range(12)]})
     rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="rows")  # a given name: nothing is hashed
-    vocabulary = {f"w{i}": i for i in range(decoders.VOCAB)}
-    from tokenizers import Tokenizer, models
-
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0")), eos_token="w1", pad_token="w2"
-    )
 
     def train(kind: Any, arguments: Any, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         common = dict(
-            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, save_strategy="no",
-            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no", gradient_checkpointing=False, bf16=False,
-            dataset_kwargs={"skip_prepare_dataset": True},
+            output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, logging_strategy="no",
+            gradient_checkpointing=False, bf16=False, dataset_kwargs={"skip_prepare_dataset": True}, **QUIET,
         )  # fmt: skip
         trainer = kind(
             model=decoders.build("llama"),
             args=arguments(**common, **settings),
             train_dataset=rows,
-            processing_class=tokenizer,
+            processing_class=tokenizer(),
         )
         trainer.train()
-        return trainer, _weights(trainer.model)
+        return trainer, weights(trainer.model)
 
     _, expected = train(trl.SFTTrainer, trl.SFTConfig)
     for setting in (dict(activation_offloading=True), dict(offload=OffloadConfig(mode="saved", min_bytes=0))):
         trainer, actual = train(SFTTrainer, SFTArguments, ac="selective", **setting)
         assert_bitwise(actual, expected)
-        assert trainer.activation_offload_context.stats.copies > 0 and _regions(trainer.model) == decoders.LAYERS
+        assert trainer.activation_offload_context.stats.copies > 0 and regions(trainer.model) == decoders.LAYERS
     trainer, actual = train(AsDocumented, SFTArguments, ac="selective", loss="chunked")
-    assert_bitwise(actual, expected) and _regions(trainer.model) == decoders.LAYERS
+    assert_bitwise(actual, expected)
+    assert regions(trainer.model) == decoders.LAYERS
     assert isinstance(trainer.maybe_activation_offload_context, contextlib.nullcontext), (
         "TRL's own is off, as by default"
     )
@@ -510,4 +494,4 @@ def test_a_trainer_with_a_loss_of_its_own_is_given_it() -> None:
 
     own = nn.MSELoss()
     trainer: Any = Mixed(decoders.PlainDecoder(), ac="full", loss=own)
-    assert trainer.loss is own and _regions(trainer.model) == 3
+    assert trainer.loss is own and regions(trainer.model) == 3

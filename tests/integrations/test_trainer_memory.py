@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.activation_checkpointing.plan import Plan
 from tests.checks import assert_bitwise
+from tests.integrations.common import QUIET, regions, tokenizer
 from tests.models import decoders
+from tests.models.tiny import made
 
 trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
 transformers = pytest.importorskip("transformers")
@@ -32,34 +33,33 @@ from nemo_like.integrations.transformers import (  # noqa: E402
     CheckpointingMixin,
     plan_trainer,
 )
-from tests.integrations.test_trl_trainers import _tokenizer as tokenizer  # noqa: E402
 
 
 @dataclass
 class Arguments(CheckpointingArguments, transformers.TrainingArguments):
-    pass
+    """What a user writes, as the next ones are."""
 
 
 @dataclass
 class SFTArguments(CheckpointingArguments, trl.SFTConfig):
-    pass
+    """For supervised fine-tuning."""
 
 
 @dataclass
 class DPOArguments(CheckpointingArguments, trl.DPOConfig):
-    pass
+    """For preferences."""
 
 
 class Trainer(CheckpointingMixin, transformers.Trainer):
-    pass
+    """Without the mixin that offloads."""
 
 
 class SFTTrainer(CheckpointingMixin, trl.SFTTrainer):
-    pass
+    """For supervised fine-tuning."""
 
 
 class DPOTrainer(CheckpointingMixin, trl.DPOTrainer):
-    pass
+    """For preferences."""
 
 
 def _collated(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -101,9 +101,9 @@ def made_trainer(
 ) -> Any:
     """Return a trainer. `ready`: called between its arguments and itself."""
     common: dict[str, Any] = dict(
-        output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
-        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, bf16=False, seed=5, optim="adamw_torch",
-    ) | more  # fmt: skip
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, logging_steps=1, bf16=False, seed=5,
+        optim="adamw_torch",
+    ) | QUIET | more  # fmt: skip
     torch.manual_seed(0)
     built = decoders.build("llama") if model is None else model()
     if kind != "trainer":
@@ -167,11 +167,10 @@ def counted(trainer: Any) -> Iterator[LiveBytes]:
 
 
 def wide() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=decoders.VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
+    return made(
+        "Llama", vocab_size=decoders.VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -231,8 +230,7 @@ def test_memory_that_runs_out_is_said_before_the_first_step_with_what_to_paste(t
 @pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
 def test_a_budget_is_planned_for_the_largest_batch(tmp_path: Path, kind: str) -> None:
     trainer = made_trainer(kind, tmp_path, ac="60%")
-    wrapped = [module for module in trainer.model.modules() if is_checkpointed(module)]
-    assert wrapped and trainer.train().global_step == 3
+    assert regions(trainer.model) and trainer.train().global_step == 3
 
 
 @pytest.fixture

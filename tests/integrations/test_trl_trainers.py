@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from nemo_like._util.log import forget_announcements
-from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.integrations import ActivationOffloadingMixin
 from nemo_like.losses import chunked_log_probs
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, same
+from tests.integrations.common import QUIET, WORDS, regions, tokenizer, weights
 from tests.models import decoders
 
 trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
@@ -31,27 +29,26 @@ from nemo_like.integrations.transformers import CheckpointingArguments, Checkpoi
 
 @dataclass
 class DPOArguments(CheckpointingArguments, trl.DPOConfig):
-    pass
+    """What a user writes, as the next ones are."""
 
 
 @dataclass
 class GRPOArguments(CheckpointingArguments, trl.GRPOConfig):
-    pass
+    """For GRPO."""
 
 
 class DPOTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.DPOTrainer):
-    pass
+    """With both mixins."""
 
 
 class GRPOTrainer(CheckpointingMixin, ActivationOffloadingMixin, trl.GRPOTrainer):
-    pass
+    """With both mixins."""
 
 
 KINDS = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig, DPOTrainer, DPOArguments),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig, GRPOTrainer, GRPOArguments),
 }
-WORDS = [f"w{i}" for i in range(decoders.VOCAB)]
 
 
 def _rows(kind: str) -> Any:
@@ -68,16 +65,6 @@ def _rows(kind: str) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="w1", pad_token="w2", unk_token="w0", bos_token="w3"
-    )
-
-
 def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(word in ("w10", "w20", "w30") for word in text.split()) + len(text) % 3) for text in completions]
 
@@ -89,9 +76,8 @@ def _train(
     theirs, their_arguments, ours, our_arguments = KINDS[kind]
     common: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
-        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_steps=1, activation_checkpointing=False, bf16=False, seed=5, beta=0.1,
-    ) | settings  # fmt: skip
+        weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, activation_checkpointing=False, bf16=False, seed=5, beta=0.1,
+    ) | QUIET | settings  # fmt: skip
     more: dict[str, Any] = {}
     if kind == "grpo":
         # Its reference is the model without the adapter; another one it would load by name.
@@ -108,41 +94,42 @@ def _train(
     torch.manual_seed(0)
     trainer = kinds[0](
         model=decoders.build("llama"), args=kinds[1](**common), train_dataset=_rows(kind),
-        processing_class=_tokenizer(), **more,
+        processing_class=tokenizer(), **more,
     )  # fmt: skip
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = weights(trainer.model)
     torch.manual_seed(1)
     trainer.train()
-    after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    after = weights(trainer.model)
     assert sum(not torch.equal(before[name], value) for name, value in after.items()) > len(after) // 2
     return trainer, after
 
 
-def _regions(model: nn.Module) -> int:
-    return sum(is_checkpointed(module) for module in model.modules())
+_references: dict[Any, dict[str, torch.Tensor]] = {}
+
+
+def _alike(folder: Path, kind: str, lora: bool = False, reference: bool = False, **settings: Any) -> Any:
+    """Return a trainer with our classes, which has trained the weights that TRL's own trains, bit for bit."""
+    key = kind, lora, reference
+    if key not in _references:
+        _references[key] = _train(folder / "bare", kind, bare=True, lora=lora, reference=reference)[1]
+    trainer, actual = _train(folder / "ours", kind, bare=False, lora=lora, reference=reference, **settings)
+    assert_bitwise(actual, _references[key], settings)
+    assert regions(trainer.model) > 0
+    return trainer
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_no_weight_changes(tmp_path: Path, kind: str, lora: bool) -> None:
-    _, expected = _train(tmp_path / "bare", kind, bare=True, lora=lora)
-    for settings in (
-        dict(ac="selective", offload=OffloadConfig(mode="saved", min_bytes=0)),
-        dict(ac="full"),
-    ):
-        trainer, actual = _train(tmp_path / "ours", kind, bare=False, lora=lora, **settings)
-        assert_bitwise(actual, expected, settings)
-        assert _regions(trainer.model) > 0
+    _alike(tmp_path, kind, lora, ac="selective", offload=OffloadConfig(mode="saved", min_bytes=0))
+    _alike(tmp_path, kind, lora, ac="full")
 
 
-def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
-    caplog.set_level("INFO", "nemo_like")
-    _, expected = _train(tmp_path, "dpo", bare=True)
-    trainer, actual = _train(tmp_path, "dpo", bare=False, loss="chunked", ac="full")
-    assert_bitwise(actual, expected)
+def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
+    logs.set_level("INFO", "nemo_like")
+    trainer = _alike(tmp_path, "dpo", loss="chunked", ac="full")
     assert (
-        "TRL's trainer takes log-probabilities in chunks already" in caplog.text and "whole logits" not in caplog.text
+        "TRL's trainer takes log-probabilities in chunks already" in logs.text and "whole logits" not in logs.text
     )
     assert not computes_in_chunks(trainer.model)
 
@@ -156,13 +143,10 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pyt
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_trainer_that_generates_its_batches_tries_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
-    caplog.set_level("INFO", "nemo_like")
-    _, expected = _train(tmp_path / "bare", "grpo", bare=True)
-    _, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="full", check_memory=True)
-    assert_bitwise(actual, expected)
-    assert "no largest batch to try: it makes its batches by generating" in caplog.text
+def test_a_trainer_that_generates_its_batches_tries_none(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
+    logs.set_level("INFO", "nemo_like")
+    _alike(tmp_path, "grpo", ac="full", check_memory=True)
+    assert "no largest batch to try: it makes its batches by generating" in logs.text
 
 
 def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path) -> None:
@@ -171,22 +155,16 @@ def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path)
 
 
 def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path) -> None:
-    _, expected = _train(tmp_path / "bare", "grpo", bare=True)
     sample = {"input_ids": decoders.batch(4, 13, seed=0), "attention_mask": torch.ones(4, 13, dtype=torch.int64)}
-    trainer, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="50%", sample=sample)
-    assert_bitwise(actual, expected)
-    assert _regions(trainer.model) > 0
+    _alike(tmp_path, "grpo", ac="50%", sample=sample)
 
 
 def test_dpo_of_an_adapter_against_another_model(tmp_path: Path) -> None:
-    _, without = _train(tmp_path / "without", "dpo", bare=True, lora=True)
-    _, expected = _train(tmp_path / "bare", "dpo", bare=True, lora=True, reference=True)
-    assert not same(without, expected), "the reference is another"
     for ac in ("full", "50%"):
-        trainer, actual = _train(tmp_path / ac, "dpo", bare=False, lora=True, reference=True, ac=ac)
-        assert _regions(trainer.model) > 0
-        assert_bitwise(actual, expected, ac)
-        assert _regions(trainer.ref_model) == 0, "no backward goes through it"
+        trainer = _alike(tmp_path, "dpo", lora=True, reference=True, ac=ac)
+        assert regions(trainer.ref_model) == 0, "no backward goes through it"
+    _, without = _train(tmp_path / "without", "dpo", bare=True, lora=True)
+    assert not same(without, _references["dpo", True, True]), "the reference is another"
 
 
 @pytest.mark.parametrize(
@@ -214,12 +192,9 @@ def test_two_settings_of_offloading_are_refused(tmp_path: Path) -> None:
 
 def test_the_documented_classes_train_dpo_without_trls_offloader(tmp_path: Path) -> None:
     class Documented(CheckpointingMixin, trl.DPOTrainer):
-        pass
+        """As the page has it."""
 
-    _, expected = _train(tmp_path / "bare", "dpo", bare=True)
-    trainer, actual = _train(tmp_path / "ours", "dpo", bare=False, kind_of_trainer=Documented, ac="selective")
-    assert _regions(trainer.model) > 0
-    assert_bitwise(actual, expected)
+    _alike(tmp_path, "dpo", kind_of_trainer=Documented, ac="selective")
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

@@ -100,17 +100,49 @@ class RouterBlock(nn.Module):
         return x + out.view_as(x)
 
 
-class Stack(nn.Module):
-    """Layers that are called one after the other, each with what else is given."""
+class Layer(nn.Module):
+    """A module of the given parts (modules, parameters, plain values), which runs ``forward(self, ...)``."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.run = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: Tensor, *given: Any) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, *given)
-        return x
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def in_turn(layers: Iterable[nn.Module], x: Any, *given: Any) -> Any:
+    """The output of layers that are called one after the other, each with what else is given."""
+    for layer in layers:
+        x = layer(x, *given)
+    return x
+
+
+class Stack(nn.Module):
+    """Layers that `run` takes `x` through, `start` before and `head` behind them: modules or functions of one tensor."""
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        start: Callable[[Any], Any] | None = None,
+        head: Callable[[Any], Any] | None = None,
+        run: Callable[..., Any] = in_turn,
+    ) -> None:
+        super().__init__()
+        self.start, self.layers, self.head, self.run = start, nn.ModuleList(layers), head, run
+
+    def forward(self, x: Any, *given: Any) -> Any:
+        x = x if self.start is None else self.start(x)
+        x = self.run(self.layers, x, *given)
+        return x if self.head is None else self.head(x)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """A scalar of an output: the loss of a `Stack`."""
+    return x.square().mean()
 
 
 class AttentionLayer(nn.Module):

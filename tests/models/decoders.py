@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models.blocks import in_turn
+
 VOCAB, WIDTH, LAYERS = 64, 32, 3
 NAMES = ("llama", "qwen3", "gemma3", "mixtral", "gpt2", "plain")
 
@@ -62,10 +64,7 @@ class PlainDecoder(nn.Module):
         self.head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(in_turn(self.blocks, self.embed(ids))))
 
 
 class DecoderWithLoss(PlainDecoder):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+from tests.models.blocks import in_turn
 
 VOCAB, DIM, SIDE, PATCH = 64, 32, 16, 4
 IMAGE_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN, START, END = 50, 51, 52, 53, 54
@@ -108,12 +109,10 @@ class Sequence(nn.Module):
         self.embed, self.body, self.head = nn.Embedding(VOCAB, DIM), blocks, nn.Linear(DIM, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
         if isinstance(self.body, nn.ModuleList | nn.ModuleDict):
-            for block in self.body.values() if isinstance(self.body, nn.ModuleDict) else self.body:
-                x = block(x)
-            return self.head(x)
-        return self.head(self.body(x))
+            blocks = self.body.values() if isinstance(self.body, nn.ModuleDict) else self.body
+            return self.head(in_turn(blocks, self.embed(input_ids)))
+        return self.head(self.body(self.embed(input_ids)))
 
 
 class Attention(nn.Module):
@@ -196,9 +195,7 @@ class DiffusionTransformer(nn.Module):
         temb = self.time_embed(timestep[:, None])
         for block in self.transformer_blocks:
             context, x = block(hidden_states=x, encoder_hidden_states=context, temb=temb)
-        joined = torch.cat([context, x], 1)
-        for single in self.single_transformer_blocks:
-            joined = single(joined, temb)
+        joined = in_turn(self.single_transformer_blocks, torch.cat([context, x], 1), temb)
         return self.proj_out(joined[:, context.shape[1] :])
 
 

@@ -7,21 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.models.tiny import made
+
 
 def wide_llama(dtype: torch.dtype = torch.float32) -> Any:
     """Two layers of width 64, with 64 tokens in its vocabulary; its parameters in `dtype`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=64,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = made("Llama", vocab_size=64, use_cache=False, **sizes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models.blocks import in_turn
 from tests.models.families import DIM, VOCAB, Block
 
 
@@ -20,8 +21,6 @@ class NanoGPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.wte(input_ids) + self.wpe[: input_ids.shape[1]]
-        for block in self.h:
-            x = block(x)
+        x = in_turn(self.h, self.wte(input_ids) + self.wpe[: input_ids.shape[1]])
         logits = self.lm_head(self.ln_f(x))
         return logits, None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.models.blocks import in_turn
+
 VOCAB = 64
+
+
+def made(family: str, kind: str = "ForCausalLM", device: str | None = None, **sizes: Any) -> Any:
+    """A model of transformers with these values of its config: ``made("Llama", hidden_size=32)``; in training mode.
+
+    `device`: where its weights are; None: where the caller makes tensors.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    with contextlib.nullcontext() if device is None else torch.device(device):
+        return getattr(transformers, f"{family}{kind}")(config).train()
 
 
 def llama(**changes: Any) -> nn.Module:
     """A Hugging Face Llama of 3 layers, width 32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, "use_cache": False}
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+    return made("Llama", **(sizes | changes))
 
 
 def tokens(rows: int = 4, length: int = 12, seed: int = 1) -> Tensor:
@@ -25,17 +38,33 @@ def tokens(rows: int = 4, length: int = 12, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-class Block(nn.Module):
-    """Norm and a two-matmul MLP on a residual."""
+def labelled(ids: Tensor) -> dict[str, Tensor]:
+    """What a model that predicts the next token is called with: `ids`, and they as its labels."""
+    return {"input_ids": ids, "labels": ids}
 
-    def __init__(self, width: int = 16):
+
+class Block(nn.Module):
+    """Norm and a two-matmul MLP on a residual, dropout behind both matmuls: (..., width) to the same."""
+
+    def __init__(
+        self,
+        width: int = 16,
+        wide: int | None = None,
+        *,
+        norm: bool = True,
+        act: Callable[[Tensor], Tensor] = torch.relu,
+        dropout: float = 0.0,
+    ):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(width, wide or 2 * width), nn.Linear(wide or 2 * width, width)
+        self.act, self.dropout = act, dropout
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.drop(self.down(self.drop(self.act(self.up(self.norm(x))))))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout, self.training)
 
 
 class Headed(nn.Module):
@@ -66,7 +95,5 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
+        x = in_turn(self.layers, self.embed(ids))
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())

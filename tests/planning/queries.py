@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +76,14 @@ def traced_block(block: nn.Module, *args: Tensor, shared: Sequence[Tensor] = ())
             run=run,
             state=run.state(block),
         )
+
+
+def call_of(layer: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the last call of `layer` in `run`."""
+    caught: list[tuple[Any, Any]] = []
+    with layer.register_forward_pre_hook(lambda _, *given: caught.append(given), with_kwargs=True):
+        run()
+    return caught[-1]
 
 
 def computing(trace: BlockTrace) -> list[tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,22 +11,19 @@ import transformers
 from torch import nn
 
 from nemo_like import Job, dry_run, parallelize, predict
-from tests.models.tiny import llama
+from tests.models.blocks import Stack, mean_square
+from tests.models.tiny import labelled, llama
 
 
-class _Casts(nn.Module):
+def _casts(device: str, *, enabled: bool) -> nn.Module:
     """A model that casts by itself."""
 
-    def __init__(self, device: str, *, enabled: bool = True) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
-        self.device, self.enabled = device, enabled
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            return functools.reduce(lambda x, layer: x + layer(x), layers, x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.enabled):
-            for layer in self.layers:
-                x = x + layer(x)
-        return x.square().mean()
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    return Stack(layers, run=run, head=mean_square)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -33,7 +31,7 @@ def test_an_autocast_of_the_models_own(device: str) -> None:
     # Without a GPU torch turns that of CUDA off, and layers are traced outside of the model's forward.
     def run(*, enabled: bool) -> tuple[int, int | None]:
         job = Job.of(strategy="single", ac="none", gpu="h100-80gb")
-        ran = dry_run(_Casts(device, enabled=enabled), job, torch.randn(512, 64))
+        ran = dry_run(_casts(device, enabled=enabled), job, torch.randn(512, 64))
         return ran.peak_bytes, ran.against
 
     (cast, planned), (whole, planned_whole) = run(enabled=True), run(enabled=False)
@@ -50,8 +48,7 @@ def _cached() -> transformers.LlamaForCausalLM:
 
 def test_a_training_step_without_checkpointing_makes_no_cache() -> None:
     # The config of every decoder of transformers has it on. A cache would hold keys and values of all layers.
-    ids = torch.arange(64).reshape(2, 32) % 32
-    batch = {"input_ids": ids, "labels": ids}
+    batch = labelled(torch.arange(64).reshape(2, 32) % 32)
     ran = dry_run(_cached(), Job.of(strategy="single", ac="none", gpu="h100-80gb"), batch)
     assert ran.peak_bytes == ran.against
     model = parallelize(_cached(), "single", "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,27 +23,20 @@ from nemo_like.planning.trace.layer_memory import TracedBytes
 from tests.allocator_events import cpu_events
 from tests.checks import assert_bitwise, step
 from tests.models.adapted import with_lora
-from tests.models.tiny import llama
+from tests.models.blocks import Layer, Stack, mean_square
+from tests.models.tiny import labelled, llama, tokens
 from tests.planning.queries import bytes_between_steps, held_bytes, part_of, traced_block
 
 ROWS, WIDTH = 16, 32
 BYTES, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
 
 
-class Block(nn.Module):
-    """A product of what `_before` makes of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one((x.sin() + x).exp())
+def _block(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return Layer(forward, one=nn.Linear(WIDTH, WIDTH, bias=False), other=nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-class Twice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x.sin().exp()) + self.other(x.sin().exp())
+def twice(block: Any, x: Tensor) -> Tensor:
+    return block.one(x.sin().exp()) + block.other(x.sin().exp())
 
 
 def _traced(block: nn.Module, *, needs_grad: bool = True) -> BlockTrace:
@@ -58,7 +52,7 @@ def _moved(trace: BlockTrace, compiled: bool) -> dict[str, list[int]]:
 
 
 def test_a_row_of_operators_reads_once_and_writes_what_is_read_behind_it() -> None:
-    trace = _traced(Block())
+    trace = _traced(_block(lambda block, x: block.one((x.sin() + x).exp())))
     assert _moved(trace, compiled=False) == {
         "sin": [2 * BYTES],
         "add.Tensor": [3 * BYTES],
@@ -75,7 +69,7 @@ def test_a_row_of_operators_reads_once_and_writes_what_is_read_behind_it() -> No
 
 
 def test_what_is_computed_twice_is_computed_once() -> None:
-    trace = _traced(Twice())
+    trace = _traced(_block(twice))
     assert _moved(trace, compiled=True) == {
         "sin": [BYTES, 0],
         "exp": [BYTES, 0],
@@ -85,22 +79,18 @@ def test_what_is_computed_twice_is_computed_once() -> None:
 
 
 def test_numbers_that_are_drawn_twice_are_drawn_twice() -> None:
-    class Noisy(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(torch.rand_like(x) * x) + self.other(torch.rand_like(x) * x)
-
-    assert not any(op.twin is not None for op in _traced(Noisy()).ops)
+    noisy = _block(lambda block, x: block.one(torch.rand_like(x) * x) + block.other(torch.rand_like(x) * x))
+    assert not any(op.twin is not None for op in _traced(noisy).ops)
 
 
 def test_what_was_changed_in_between_is_no_twin() -> None:
-    class Changed(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            first = y.sin()
-            y.add_(1)
-            return self.one(first) + self.other(y.sin())
+    def changed(block: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        first = y.sin()
+        y.add_(1)
+        return block.one(first) + block.other(y.sin())
 
-    assert not any(op.twin is not None for op in _traced(Changed()).ops)
+    assert not any(op.twin is not None for op in _traced(_block(changed)).ops)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,7 @@ def test_what_was_changed_in_between_is_no_twin() -> None:
 def test_backward_has_a_product_for_each_input_that_needs_a_gradient(
     frozen: tuple[str, ...], needs_grad: bool, times: list[int]
 ) -> None:
-    block = Twice()
+    block = _block(twice)
     for name in frozen:
         block.get_submodule(name).requires_grad_(False)
     products = [op for op in _traced(block, needs_grad=needs_grad).ops if op.flops]
@@ -120,33 +110,18 @@ LEAF_WIDTH, LEAF_ROWS = 32, 512
 LEAF = 4 * LEAF_WIDTH * LEAF_ROWS
 
 
-class WithLeaf(nn.Module):
+def with_leaf(block: Any, x: Tensor) -> Tensor:  # (LEAF_ROWS, LEAF_WIDTH) -> the same
     """A stub for attention that no kernel is there for, as MRA's without a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(LEAF_WIDTH, LEAF_WIDTH), nn.Linear(LEAF_WIDTH, LEAF_WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:  # (LEAF_ROWS, LEAF_WIDTH) -> the same
-        made = torch.zeros_like(x).requires_grad_()
-        return x + self.two(torch.tanh(self.one(x + 2 * made)))
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(WithLeaf() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+    made = torch.zeros_like(x).requires_grad_()
+    return x + block.two(torch.tanh(block.one(x + 2 * made)))
 
 
 @pytest.mark.parametrize("share", [None, 0.6, 0.8])
 def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None) -> None:
     torch.manual_seed(0)
-    model, x = Stack(), torch.randn(LEAF_ROWS, LEAF_WIDTH)
+    linears = ({name: nn.Linear(LEAF_WIDTH, LEAF_WIDTH) for name in ("one", "two")} for _ in range(3))
+    model = Stack((Layer(with_leaf, **parts) for parts in linears), head=mean_square)
+    x = torch.randn(LEAF_ROWS, LEAF_WIDTH)
     setup = Job.of(step=StepSpec(keeps_output=False, optimizer="sgd"))
     query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     if share is None:
@@ -205,8 +180,7 @@ MODELS = {"MLPs adapted": _adapted(["gate_proj", "up_proj", "down_proj"]), "MLPs
 @pytest.mark.parametrize("budget", ["35%", pytest.param("65%", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_that_backward_does_not_need_is_skipped(name: str, budget: str) -> None:
-    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(tokens(2, 8))
     torch.manual_seed(0)
     bare = MODELS[name]().train()
     model = parallelize(copy.deepcopy(bare), "single", budget, sample_input=sample, device="cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch import config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -24,39 +24,25 @@ from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import fake_tensor_types
+from tests.models.blocks import Stack, mean_square
 from tests.models.llama_style import D, LlamaStyle, S
+from tests.models.tiny import Block
 from tests.planning.brute_force import at_budget
 from tests.planning.queries import traced_block
 
 HIDDEN = 32
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(HIDDEN), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, D) -> (B, S, D)
-        return x + self.drop(self.down(self.drop(torch.tanh(self.up(self.norm(x))))))
-
-
-class Model(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def _model(dropout: float) -> Stack:
+    blocks = (Block(HIDDEN, 4 * HIDDEN, act=torch.tanh, dropout=dropout) for _ in range(2))
+    return Stack(blocks, head=mean_square)
 
 
 def _run(budget: str | None, backend: str | None, dropout: float):
     """Gradients of a step, the bytes of activations that autograd was given to keep, and the plan."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
+    model, x = _model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
     plan = None
     if budget is not None:
         plan = plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb")
@@ -82,7 +68,7 @@ def _assert_derivative(budget: str, backend: str, dropout: float) -> None:
     """The gradient along a random direction, of input and parameters at once, is the loss's central difference."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Model(dropout).double(), torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
+    model, x = _model(dropout).double(), torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
     apply_plan(model, plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb"), device_type="cpu", compile=True)
     compile_layers(model, backend, model.layers)
     leaves = [x, *model.parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -36,8 +37,7 @@ def _model() -> nn.Module:
 
 
 def _batch() -> dict[str, Tensor]:
-    ids = torch.randint(0, 32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+    return tiny.labelled(torch.randint(0, 32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)))
 
 
 def _query(model: nn.Module, ac: str, compile: str | bool) -> PlanQuery:
@@ -72,6 +72,16 @@ def test_a_compiled_step_peaks_as_planned(ac: str) -> None:
         assert planned.total < eager.total
 
 
+def _saved(out: Any, old: Iterable[Tensor]) -> tuple[int, dict[int, int]]:
+    """Bytes of storages that a compiled call saved but for those of `old`, and the bytes of all by their number."""
+    node = (out if isinstance(out, Tensor) else out[0]).grad_fn
+    while "Compiled" not in type(node).__name__:
+        node = node.next_functions[0][0]
+    there = {local_part(t).untyped_storage()._cdata for t in old}
+    made = {t._cdata: t.nbytes() for t in (local_part(t).untyped_storage() for t in node.saved_tensors)}
+    return sum(size for storage, size in made.items() if storage not in there), made
+
+
 @pytest.mark.parametrize("ac", ["none", "selective", "25%"])
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
@@ -88,12 +98,8 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     given = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
     positions = model.model.rotary_emb(given, torch.arange(LENGTH)[None])
     out = layer(given, position_embeddings=positions)
-    node = (out if isinstance(out, Tensor) else out[0]).grad_fn
-    while "Compiled" not in type(node).__name__:
-        node = node.next_functions[0][0]
-    old = {t.untyped_storage()._cdata for t in (*model.parameters(), given, *positions)}
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors}
-    assert sum(size for storage, size in made.items() if storage not in old) == call.events.held
+    held, made = _saved(out, (*model.parameters(), given, *positions))
+    assert held == call.events.held
     assert ((0, 0) in call.inputs) == (given.untyped_storage()._cdata in made)
 
 
@@ -123,15 +129,8 @@ def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bo
     layer.compile(backend="aot_eager_decomp_partition")
     with ranks_of(model):
         out = layer(given, position_embeddings=positions)
-    node = (out if isinstance(out, Tensor) else out[0]).grad_fn
-    while "Compiled" not in type(node).__name__:
-        node = node.next_functions[0][0]
-    parameters = [local_part(p) for p in model.parameters()]
-    old = {t.untyped_storage()._cdata for t in (*parameters, given, *positions)}
-    made = {
-        local_part(t).untyped_storage()._cdata: local_part(t).untyped_storage().nbytes() for t in node.saved_tensors
-    }
-    assert sum(size for storage, size in made.items() if storage not in old) == call.events.held
+    held, _ = _saved(out, (*model.parameters(), given, *positions))
+    assert held == call.events.held
 
 
 def test_storages_that_one_kernel_reads_last_go_in_the_order_of_the_program() -> None:

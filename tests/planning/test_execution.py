@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from nemo_like import Job
 from nemo_like._util.live_bytes import LiveBytes
@@ -21,8 +21,10 @@ from nemo_like.planning.roofline import gather_seconds
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block
+from tests.models.blocks import Layer, Stack
+from tests.models.tiny import labelled, tokens
 from tests.planning.brute_force import at_budget
-from tests.planning.queries import computing
+from tests.planning.queries import call_of, computing
 
 pytestmark = pytest.mark.compat
 
@@ -31,32 +33,23 @@ transformers = pytest.importorskip("transformers")
 BATCH, SEQ, HIDDEN = 2, 24, 32
 
 
-class PlainBlock(nn.Module):
+def _plain(block, x: torch.Tensor) -> torch.Tensor:  # (B, S, D) -> (B, S, D)
     """No library's block: fused projection, dropout, in-place activation, a branch that nobody reads in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, S, D) -> (B, S, D)
-        a, b, c = self.mix(self.norm(x)).chunk(3, -1)
-        x = x + self.drop(torch.tanh(a) * torch.sigmoid(b) + c)
-        h = nn.functional.relu(self.up(x), inplace=True)
-        return x + self.drop(self.down(h))
+    a, b, c = block.mix(block.norm(x)).chunk(3, -1)
+    x = x + block.drop(torch.tanh(a) * torch.sigmoid(b) + c)
+    h = nn.functional.relu(block.up(x), inplace=True)
+    return x + block.drop(block.down(h))
 
 
-class PlainModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.layers = nn.Linear(8, HIDDEN), nn.ModuleList(PlainBlock() for _ in range(2))
+def _plain_block() -> nn.Module:
+    up, down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+    norm, mix = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
+    return Layer(_plain, norm=norm, mix=mix, up=up, down=down, drop=nn.Dropout(0.1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
+
+def _plain_model() -> nn.Module:
+    blocks = (_plain_block() for _ in range(2))
+    return Stack(blocks, start=nn.Linear(8, HIDDEN), head=lambda x: x.float().square().mean())
 
 
 def _decoder(config_class: str, **more):
@@ -66,12 +59,7 @@ def _decoder(config_class: str, **more):
             num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, use_cache=False,
         ) | more)
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config), _ids()
-
-
-def _ids():
-    ids = torch.randint(64, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+    return transformers.AutoModelForCausalLM.from_config(config), labelled(tokens(BATCH, SEQ))
 
 
 MODELS = {
@@ -88,7 +76,7 @@ MODELS = {
         transformers.GPT2LMHeadModel(
             transformers.GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=64, n_positions=64, use_cache=False)
         ),
-        _ids(),
+        labelled(tokens(BATCH, SEQ)),
     ),
     "vit": lambda: (
         transformers.ViTForImageClassification(
@@ -99,27 +87,17 @@ MODELS = {
         ),
         {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.tensor([0, 1])},
     ),
-    "plain": lambda: (PlainModel(), {"x": torch.randn(BATCH, SEQ, 8)}),
+    "plain": lambda: (_plain_model(), {"x": torch.randn(BATCH, SEQ, 8)}),
 }  # fmt: skip
 
 
 def _real_call(model, sample, layer):
     """The arguments of one layer's call in a real forward pass, as fresh leaves."""
-    caught = {}
-
-    def look(module, args, kwargs):
-        caught["call"] = (args, kwargs)
-
-    handle = layer.register_forward_pre_hook(look, with_kwargs=True)
-    model(**sample)
-    handle.remove()
 
     def leaf(t):
         return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
 
-    from torch.utils._pytree import tree_map
-
-    return tree_map(leaf, caught["call"])
+    return tree_map(leaf, call_of(layer, lambda: model(**sample)))
 
 
 def _run(module, args, kwargs, table, seed=7):

@@ -19,6 +19,7 @@ from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.layer_memory import SumsInPlace, TracedBytes, block_memory
 from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests.allocator_events import cpu_events
+from tests.models.blocks import Layer, Stack
 from tests.planning.queries import part_of
 
 
@@ -224,37 +225,27 @@ class _LooksInBackward(torch.autograd.Function):
         return grad / grad.norm() if grad.abs().max() > 1 else grad
 
 
-class _Block(nn.Module):
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.inner, self.looks = nn.Linear(8, 8), looks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.inner(x).relu()
-        return _LooksInBackward.apply(out) if self.looks else out
+def _looking(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return _LooksInBackward.apply(block.inner(x).relu())
 
 
-class _Model(nn.Module):
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.layers, self.inside = nn.ModuleList(_Block(inside) for _ in range(3)), inside
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x if self.inside else _LooksInBackward.apply(x)
+def _plain(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return block.inner(x).relu()
 
 
 def _query(inside: bool, step: StepSpec | None = None) -> PlanQuery:
+    """Of a model that looks at values in backward, `inside` of its layers or behind them."""
+    layers = (Layer(_looking if inside else _plain, inner=nn.Linear(8, 8)) for _ in range(3))
+    model = Stack(layers, head=None if inside else _LooksInBackward.apply)
     setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
-    return PlanQuery.from_model(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(model, torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
 
 
 @pytest.mark.parametrize("ask", [peak_of, lambda query, choices: part_of(query).proved_all(choices[0])])
 def test_a_layer_whose_backward_looks_at_values(ask: Callable[[PlanQuery, Any], Any]) -> None:
     query = _query(inside=True)
     with pytest.raises(
-        ValueError, match=r"layers\.0 \(_Block\) cannot be planned: its step depends on values"
+        ValueError, match=r"layers\.0 \(Layer\) cannot be planned: its step depends on values"
     ) as raised:
         ask(query, query.uniform("full"))
     assert f"of {__name__}" in str(raised.value) and "Use a mode instead of a budget" in str(raised.value)
@@ -269,7 +260,7 @@ def test_both_halves_of_such_a_backward() -> None:
 
 def test_a_model_that_looks_at_values_around_its_layers() -> None:
     query = _query(inside=False)
-    with pytest.raises(ValueError, match="_Model cannot be planned: its step around the layers depends") as raised:
+    with pytest.raises(ValueError, match="Stack cannot be planned: its step around the layers depends") as raised:
         query.stages[0].outside()
     assert f"of {__name__}" in str(raised.value) and "Use a mode instead of a budget" in str(raised.value)
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nemo_like import FSDP2, ChunkedLoss, ContextParallel, ExpertParallel, Job, OffloadConfig, PipelineParallel
-from nemo_like.cli import main
 from nemo_like.models import text_batch
 from nemo_like.options import PlanSearch, Precision, StepSpec, TensorParallel
 from nemo_like.options.memory import AllocatorConfig
@@ -284,14 +283,16 @@ def test_where_it_is_not_looked_at_the_report_says_so():
         fit(Text(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1}))
 
 
-def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(capsys):
+def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(program):
     pins = {"gpu": "cpu", "ac": "full", "offload": "none", "grad_accum": 1}
     here, there = fit(Text(2), **(_SMALL | pins)).best, fit(Text(2), cpu_offload=True, **(_SMALL | pins)).best
     assert not here.layout.fsdp.cpu_offload and there.layout.fsdp.cpu_offload and there.host_bytes == 0
     assert here.peak == there.peak and here.seconds == there.seconds
     said = "--model tests.planning.queries:Text --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full"
-    assert main(["fit", *said.split(), "--loss", "model", "--cpu-offload", "--host-memory", "1GiB"]) == 0
-    assert "FSDP2(reshard_after_forward=False, cpu_offload=True)" in capsys.readouterr().out
+    assert (
+        "FSDP2(reshard_after_forward=False, cpu_offload=True)"
+        in program(["fit", *said.split(), "--loss", "model", "--cpu-offload", "--host-memory", "1GiB"]).out
+    )
 
 
 def test_fields_that_are_searched_are_those_of_the_docstring() -> None:
@@ -311,7 +312,7 @@ def test_fields_that_are_searched_are_those_of_the_docstring() -> None:
     assert given == {f.name for f in fields(Job)} - whole - parts - follow - {"asked"}
 
 
-def test_adapters_are_those_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_those_of_a_plan(tmp_path: Path, program: Any) -> None:
     """`fit` that is pinned to one layout, against `plan` with the same flags."""
     pytest.importorskip("peft")
     config = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -320,10 +321,8 @@ def test_adapters_are_those_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(json.dumps(config | heads))
     both = f"--model {path} --gpus 2 --seq-len 64 --lora 4 --precision bf16 --optimizer adamw --json -".split()
     pins = "--tp 1 --cp 1 --pp 1 --dp-replicate 1 --micro-batch 1 --grad-accum 1 --ac full --loss model --offload none"
-    assert main(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert main(["plan", *both, "--no-what-if"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    found = json.loads(program(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]).out)
+    planned = json.loads(program(["plan", *both, "--no-what-if"]).out)
     (full,) = (row for row in planned["rows"] if row["ac"] == "full")
     best = found["candidates"][0]
     assert (found["lora"], best["ac"], best["reshard_after_forward"]) == (4, "full", None)

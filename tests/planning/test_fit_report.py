@@ -11,7 +11,6 @@ import torch
 
 from nemo_like import Job
 from nemo_like._util.words import write_bytes
-from nemo_like.cli import main
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
@@ -20,9 +19,10 @@ from nemo_like.planning.fit.report import _spans_nodes
 from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
+from tests.models.tiny import labelled, made
 from tests.planning.queries import Text
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 2, "grad_accum": 2}
 _TWO = {"gpus": 2, "gpu": "h100-80gb", "micro_batch": 2, "tp": 1, "cp": 1}
@@ -106,10 +106,9 @@ def test_what_is_kept_is_told_by_the_operators_that_made_it():
     assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
 
 
-def test_explain_prints_every_row(capsys):
+def test_explain_prints_every_row(program):
     asked = "--model llama-tiny --gpus 1 --gpu cpu --seq-len 64 --micro-batch 8 --ac full none --loss model"
-    assert main(["fit", *asked.split(), "--offload", "none", "--explain"]) == 0
-    said = capsys.readouterr().out
+    said = program(["fit", *asked.split(), "--offload", "none", "--explain"]).out
     assert "Number 1:" in said
     assert "no GPU at hand was compared" in " ".join(said.split())
     for words in (
@@ -164,18 +163,15 @@ def test_a_microbatch_that_nobody_pinned_is_not_advised():
 
 @pytest.mark.long
 def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_with_them():
-    config = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=2752, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=2000, max_position_embeddings=2048, use_cache=False,
+    model = made(
+        "Llama", device="meta", hidden_size=1024, intermediate_size=2752, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=2000, max_position_embeddings=2048, use_cache=False,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).train()
     asked = _TWO_STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", optimizer="adamw", **asked)
-    ids = torch.zeros(2, 1500, dtype=torch.long)
     query = PlanQuery.from_model(
         model,
-        {"input_ids": ids, "labels": ids},
+        labelled(torch.zeros(2, 1500, dtype=torch.long)),
         Job.of(
             world_size=2,
             precision=Precision("bf16"),

@@ -20,22 +20,22 @@ from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama
+from tests.models.tiny import labelled
+from tests.models.tiny import llama as tiny_llama
 from tests.planning.queries import Text, part_of, plan_of
 from tests_distributed.allocated import loop_peak_bytes
 
 float8 = pytest.importorskip("torchao.float8")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("torchao.float8")
+pytest.importorskip("transformers")
 
 
 def _small(**sizes: int) -> Any:
     torch.manual_seed(0)
-    common = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
-    return transformers.LlamaConfig(**common, **sizes)
+    return tiny_llama(num_hidden_layers=2, **sizes)
 
 
 def _model(**sizes: int) -> Any:
-    model = transformers.AutoModelForCausalLM.from_config(_small(**sizes)).train() if sizes else llama()
+    model = _small(**sizes) if sizes else llama()
     config = float8.Float8LinearConfig(emulate=True)
     for layer in model.model.layers:
         float8.convert_to_float8_training(layer, config=config)
@@ -45,8 +45,7 @@ def _model(**sizes: int) -> Any:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full", "5MiB"])
 def test_the_peak_is_within_one_per_cent(ac: str) -> None:
-    ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
-    sample = {"input_ids": ids, "labels": ids}
+    sample = _sample()
     query = PlanQuery.from_model(_model(), sample, Job.of(gpu=resolve_device("cpu")))
     plan = plan_of(query, MemoryBudget.parse(ac)) if "MiB" in ac else None
     predicted = peak_of(query, query.uniform(ac)).total if plan is None else plan.peak_bytes
@@ -67,8 +66,7 @@ def test_the_peak_is_within_one_per_cent(ac: str) -> None:
 def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
     """Where the peak is inside a layer: the emulated product makes both operands again, 3 to 4 % of these peaks."""
     sizes = dict(hidden_size=64, intermediate_size=256, vocab_size=32, max_position_embeddings=256)
-    ids = torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0))
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0)))
     query = PlanQuery.from_model(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
     predicted = peak_of(query, query.uniform(ac))
     measured = loop_peak_bytes(parallelize(_model(**sizes), "single", ac=ac, device="cpu"), sample)
@@ -79,8 +77,7 @@ BUDGETS = {"fp8": "4800KiB", "fp8-rowwise": "4800KiB", "fp8-gather": "4800KiB"}
 
 
 def _sample() -> dict[str, torch.Tensor]:
-    ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+    return labelled(torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.long
@@ -186,7 +183,7 @@ def test_fit_compares_precisions() -> None:
 def test_sequences_are_gathered_in_float8() -> None:
     """On a GPU. A forward has two gathers of sequences and two reduce-scatters of bfloat16, with tp=2."""
     tp, sizes = TensorParallel(2, sequence_parallel=True), {}
-    model = transformers.AutoModelForCausalLM.from_config(_small(hidden_size=64, intermediate_size=128, vocab_size=512))
+    model = _small(hidden_size=64, intermediate_size=128, vocab_size=512)
     for word in ("bf16", "fp8", "fp8-rowwise"):
         job = Job.of(gpu="h100", world_size=2, tp=tp, precision=word, ac="full")
         query = PlanQuery.from_model(model, _sample(), job)

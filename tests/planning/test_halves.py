@@ -6,34 +6,29 @@ before them: what no half runs through stays until the last one is done.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from nemo_like import Job
 from nemo_like.fake_rank import dry_run
 from nemo_like.models import text_batch
 from nemo_like.options import ExpertParallel, PipelineParallel
 from tests.models.fit_models import llama
+from tests.models.tiny import made
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 NUMBERS = 64
 """Bytes: autograd's numbers of a micro-batch and each parameter's count of steps, which a plan does not have."""
 
 
-def _mixture() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=128, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        return transformers.Qwen3MoeForCausalLM(config).train()
-
-
-def _dense() -> nn.Module:
-    return llama(8)
+_mixture = functools.partial(
+    made, "Qwen3Moe", device="meta", hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=4,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=128,
+    use_cache=False,
+)  # fmt: skip
+_dense = functools.partial(llama, 8)
 
 
 CASES: tuple[tuple[Any, str, int, dict[str, Any]], ...] = (

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
 from nemo_like.planning.devices import resolve_device
@@ -15,21 +14,20 @@ from nemo_like.planning.predictions.seconds import HOST, layer_runs, step_second
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.roofline import host_seconds
 from nemo_like.planning.selection.layer import LayerRun
+from tests.models.tiny import labelled, made
 
 
 def _parts(
     tokens: int, gpus: int, ac: str = "none", gpu: str = "h100-80gb", **job: Any
 ) -> tuple[dict[str, float], Sequence[LayerRun]]:
     """Two layers of an 8B and hardly any vocabulary."""
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=2, num_attention_heads=32,
-        num_key_value_heads=8,
+    model = made(
+        "Llama", device="meta", vocab_size=256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=2,
+        num_attention_heads=32, num_key_value_heads=8,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
+    sample = labelled(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
     asked = Job.of(world_size=gpus, ac=ac, gpu=resolve_device(gpu), precision="bf16", **job)
-    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, asked)
+    query = PlanQuery.from_model(model, sample, asked)
     choices = query.uniform(ac)
     return step_seconds(query, choices).parts, layer_runs(query.stages[0], choices[0])
 

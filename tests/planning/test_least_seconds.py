@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
 from nemo_like.layers import find_layers
@@ -36,6 +35,7 @@ from nemo_like.planning.device_table import device_table, known_devices
 from nemo_like.planning.model.traced import with_adapters
 from nemo_like.planning.predictions.seconds import Links, fsdp_rows, step_seconds
 from nemo_like.planning.query import PlanQuery
+from tests.models.tiny import made
 
 MODELS = (
     "llama-small", "llama3-1b", "llama3-3b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen3-8b", "mixtral-8x7b",
@@ -194,12 +194,8 @@ def test_no_part_of_a_published_model_is_faster_than_the_device(seed: int) -> No
 @functools.cache
 def _wide() -> nn.Module:
     """A layer of little, and the head of an 8B."""
-    config = LlamaConfig(
-        hidden_size=4096, vocab_size=128_256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=32,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 4096, "vocab_size": 128_256, "intermediate_size": 64, "num_hidden_layers": 1}
+    return made("Llama", device="meta", num_attention_heads=32, num_key_value_heads=1, **sizes)
 
 
 def _head(tokens: int, loss: Any) -> float:

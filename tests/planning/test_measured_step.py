@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
-from nemo_like.cli import main
 from nemo_like.models import text_batch
 from nemo_like.planning import calibration
 from nemo_like.planning.calibration import Speed, at_factor, fitted_factor, read_speed
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
+from tests.models.tiny import made
 from tests.planning.queries import Text
 
 LOGS = {
@@ -83,16 +83,14 @@ def test_a_known_factor_comes_back(factor: float) -> None:
         fitted_factor(query, choices, 100 * seconds)
 
 
-def test_the_command_writes_a_gpu_and_plans_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_gpu_and_plans_with_it(tmp_path: Path, program: Any) -> None:
     path = tmp_path / "mine.json"
     asked = f"plan --model llama-tiny --gpu h100 --seq-len 2048 --batch-size 64 --no-what-if --gpu-file {path}"
-    assert main([*asked.split(), "--calibrate-from", "2s"]) == 2
-    assert "--ran-with" in capsys.readouterr().err
+    assert "--ran-with" in program([*asked.split(), "--calibrate-from", "2s"], 2).err
     plain = json.loads((resolve_device("h100").name and (Path("nemo_like/planning/devices.json"))).read_text())[
         "h100-80gb"
     ]
-    assert main([*asked.split(), "--calibrate-from", "60ms", "--ran-with", "none"]) == 0
-    said = capsys.readouterr().out
+    said = program([*asked.split(), "--calibrate-from", "60ms", "--ran-with", "none"]).out
     made = json.loads(path.read_text())
     factor = made["matmul"] / plain["matmul"]
     assert "From now on: --gpu" in said and f"at {factor:.2f} of the rates" in said and "measured" in made["sources"]
@@ -101,9 +99,8 @@ def test_the_command_writes_a_gpu_and_plans_with_it(tmp_path: Path, capsys: pyte
 
 def test_a_calibration_takes_the_median_of_the_products_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the table's rates are. Judge: the linears of transformers' Llama 3 8B."""
-    with torch.device("meta"):
-        config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=1)
-        layer = LlamaForCausalLM(config).model.layers[0]
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    layer = made("Llama", device="meta", **sizes).model.layers[0]
     sizes = sorted(module.weight.numel() for module in layer.modules() if isinstance(module, torch.nn.Linear))
     assert sizes[len(sizes) // 2] == (16 * 256) ** 2  # a CPU's is a 16th as wide
     monkeypatch.setattr(calibration, "_seconds", lambda run, limit: 2.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like import Job, dry_run, parallelize
-from nemo_like._util.log import forget_announcements
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.fake_rank import SAME
@@ -29,10 +27,11 @@ from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded
 from tests.checks import assert_bitwise, step
 from tests.models.decoders import batch, build
-from tests.planning.queries import computing, part_of
+from tests.models.tiny import labelled, made
+from tests.planning.queries import call_of, computing, part_of
 from tests.said import said
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 STEPS = (
     StepSpec(), StepSpec(microbatches=3), StepSpec(microbatches=2, sync="last"), StepSpec(microbatches=4, sync="last"),
@@ -52,17 +51,14 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
 
 
 def _model(tied: bool = False) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=192, use_cache=False, tie_word_embeddings=tied,
+    return made(
+        "Llama", device="meta", hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=192, use_cache=False, tie_word_embeddings=tied,
     )  # fmt: skip
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).train()
 
 
-def _sample() -> dict[str, torch.Tensor]:
-    ids = torch.zeros(2, 32, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
+def _sample(tokens: int = 32) -> dict[str, torch.Tensor]:
+    return labelled(torch.zeros(2, tokens, dtype=torch.long))
 
 
 def _most(log: list[Event], there: dict[int, int]) -> int:
@@ -76,51 +72,40 @@ def _most(log: list[Event], there: dict[int, int]) -> int:
     return max(levels)
 
 
+def _check(query: PlanQuery, rank: int, mode: str) -> None:
+    """Both readers count the same bytes of three steps, and a step ends as it began."""
+    counted, listed = Bytes(), Events()
+    loops = [RankSteps(query, rank, query.uniform(mode), storages) for storages in (counted, listed)]
+    there: dict[int, int] = {}
+    for number in range(3):
+        before, counted.best_total = counted.total, -1
+        for loop in loops:
+            loop.run(first=number == 0)
+        assert max(counted.best_total, before if query.is_pipeline else 0) == _most(listed.log, there)
+        assert counted.total == sum(there.values())
+        assert number < 1 or counted.total == before
+
+
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:
     traced = PlanQuery.from_model(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
     for each in STEPS:
-        query = traced.under(replace(traced.job, step=each))
-        choices = query.uniform(mode)
-        counted, listed = Bytes(), Events()
-        loops = [RankSteps(query, 0, choices, storages) for storages in (counted, listed)]
-        there: dict[int, int] = {}
-        for loop in loops:
-            loop.run(first=True)
-        _most(listed.log, there)
-        for _ in range(2):
-            before, counted.best_total = counted.total, -1
-            for loop in loops:
-                loop.run()
-            assert counted.best_total == _most(listed.log, there)
-            assert counted.total == before == sum(there.values())
+        _check(traced.under(replace(traced.job, step=each)), 0, mode)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "job", [{"world_size": 2}, {"world_size": 4, "precision": "bf16"}, {"tied": True, "world_size": 4}]
+    ("job", "tied"), [({"world_size": 2}, False), ({"world_size": 4, "precision": "bf16"}, False), ({"world_size": 4}, True)]
 )
-def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any]) -> None:
-    job = dict(job)
-    asked = Job.of(
-        gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **{k: v for k, v in job.items() if k != "tied"}
-    )
-    query = PlanQuery.from_model(_model(job.get("tied", False)), _sample(), asked)
+def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any], tied: bool) -> None:
+    asked = Job.of(gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **job)
+    query = PlanQuery.from_model(_model(tied), _sample(), asked)
     for mode in ("none", "full"):
         for rank in range(2):
-            counted, listed = Bytes(), Events()
-            ranks = [RankSteps(query, rank, query.uniform(mode), storages) for storages in (counted, listed)]
-            there: dict[int, int] = {}
-            for number in range(3):
-                before, counted.best_total = counted.total, -1
-                for steps in ranks:
-                    steps.run(first=number == 0)
-                assert max(counted.best_total, before) == _most(listed.log, there)
-                assert counted.total == sum(there.values())
-                assert number < 1 or counted.total == before
+            _check(query, rank, mode)
 
 
 @given(st.data())
@@ -153,17 +138,15 @@ def test_a_folded_log_comes_to_what_its_entries_do(data: st.DataObject) -> None:
 
 
 def _tiny(name: str = "Llama", layers: int = 2, **more: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+    return made(
+        name, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, **more,
     )  # fmt: skip
-    return getattr(transformers, f"{name}ForCausalLM")(config).train()
 
 
 def _query(**setup: Any) -> PlanQuery:
-    ids = torch.zeros(2, 16, dtype=torch.long)
     made = Job.of(step=StepSpec(keeps_output=False), **setup)
-    return PlanQuery.from_model(_tiny(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(_tiny(), _sample(16), made.change(gpu=resolve_device("cpu")))
 
 
 def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
@@ -205,10 +188,9 @@ def test_one_rank_gathers_into_no_buffer() -> None:
 def test_a_budget_is_planned_to_the_byte(name: str, more: dict[str, Any], asked: dict[str, Any]) -> None:
     if "precision" in asked:
         pytest.importorskip("torchao")
-    ids = torch.zeros(2, 16, dtype=torch.long)
     job = Job.of(ac="50%", world_size=8, gpu="h100-80gb", **asked)
     layers = 2 if "pp" in asked else 1
-    found = dry_run(_tiny(name, layers, **more), job, {"input_ids": ids, "labels": ids}, layers=None)
+    found = dry_run(_tiny(name, layers, **more), job, _sample(16), layers=None)
     assert found.against is not None and abs(found.peak_bytes - found.against) <= SAME
 
 
@@ -221,15 +203,13 @@ def _batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("budget", ["45%", "80%"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_whole_model_in_mixed_precision_fits_its_plan(
-    name: str, budget: str, precision: str | Precision, caplog: pytest.LogCaptureFixture
+    name: str, budget: str, precision: str | Precision, logs: pytest.LogCaptureFixture
 ) -> None:
-    forget_announcements()
     options = dict(precision=precision, device="cpu", sample_input=_batch())
     expected = step(parallelize(build(name), "single", "none", **options), seed=3, **_batch())
     model = parallelize(build(name), "single", budget, **options)
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        found = step(model, seed=3, **_batch())
-    assert not said(caplog), "each region runs the operators of its plan"
+    found = step(model, seed=3, **_batch())
+    assert not said(logs), "each region runs the operators of its plan"
     assert_bitwise(found, expected)
 
 
@@ -238,14 +218,8 @@ def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
     model = build(name)
     layers = find_layers(model)
     traced = trace_model(model, layers, _batch(), autocast=torch.bfloat16)
-    caught = []
-    handle = layers[0].module.register_forward_pre_hook(
-        lambda module, args, kwargs: caught.append((args, kwargs)), with_kwargs=True
-    )
     with torch.autocast("cpu", torch.bfloat16):
-        model(**_batch(), use_cache=False)
-    handle.remove()
-    args, kwargs = caught[0]
+        args, kwargs = call_of(layers[0].module, lambda: model(**_batch(), use_cache=False))
     shared = {id(t) for t in tensors_in((args[1:], kwargs)) if t.dtype != torch.float32 or t.shape[0] != 2}
     inputs = tensors_in((args, kwargs))
 

@@ -20,6 +20,7 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.roofline import kernel_seconds
 from tests.checks import assert_bitwise, refused, step
 from tests.models.mxfp8 import converted, wide_llama
+from tests.models.tiny import labelled
 from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
 
@@ -29,8 +30,7 @@ EMULATED: dict[str, Any] = {"precision": "mxfp8-emulated", "device": "cpu"}
 
 
 def _sample(tokens: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+    return labelled(torch.randint(64, (1, tokens), generator=torch.Generator().manual_seed(0)))
 
 
 def test_gradients_are_those_of_torchao_in_every_mode() -> None:

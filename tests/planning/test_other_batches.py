@@ -6,16 +6,14 @@ import copy
 import json
 import logging
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import Job, cli, fit, parallelize, predict
-from nemo_like._util.log import forget_announcements
 from nemo_like._util.op_lookup import find_op
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.region import Region
@@ -27,8 +25,10 @@ from nemo_like.planning import plan_for
 from nemo_like.planning import report as report_module
 from nemo_like.planning.report import FLEX
 from tests.checks import assert_bitwise, step
-from tests.models.blocks import checkpoint_region
+from tests.models.blocks import Operators, checkpoint_region
 from tests.models.fit_models import llama
+from tests.models.tiny import labelled, made
+from tests.models.tiny import llama as tiny_llama
 from tests.said import said
 
 transformers = pytest.importorskip("transformers")
@@ -36,11 +36,7 @@ transformers = pytest.importorskip("transformers")
 
 def _model():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=64, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    return tiny_llama(num_hidden_layers=2, vocab_size=128, max_position_embeddings=64)
 
 
 def _ids(rows, width):
@@ -48,7 +44,7 @@ def _ids(rows, width):
 
 
 def _budget():
-    return {"strategy": "single", "ac": "40%", "sample_input": {"input_ids": _ids(2, 16), "labels": _ids(2, 16)}}
+    return {"strategy": "single", "ac": "40%", "sample_input": labelled(_ids(2, 16))}
 
 
 def _chosen(ac):
@@ -61,21 +57,19 @@ def _chosen(ac):
 @pytest.mark.parametrize(
     "options", [_budget, lambda: _chosen("full"), lambda: _chosen("selective")], ids=["budget", "full", "selective"]
 )
-def test_a_larger_batch_than_planned_is_said_once_and_trains_right(caplog, options):
-    forget_announcements()
+def test_a_larger_batch_than_planned_is_said_once_and_trains_right(logs, options):
     plain = _model()
     planned = copy.deepcopy(plain)
     planned = parallelize(planned, device="cpu", **options())
-    with caplog.at_level(logging.WARNING, logger="nemo_like"):
-        said = []
-        for rows, width in ((2, 16), (1, 16), (2, 24), (4, 24)):
-            ids = _ids(rows, width)
-            for model in (plain, planned):
-                model.zero_grad()
-                model(input_ids=ids, labels=ids).loss.backward()
-            for (name, own), other in zip(plain.named_parameters(), planned.parameters()):
-                assert torch.equal(own.grad, other.grad), name
-            said.append(sum("A batch is larger" in record.getMessage() for record in caplog.records))
+    said = []
+    for rows, width in ((2, 16), (1, 16), (2, 24), (4, 24)):
+        ids = _ids(rows, width)
+        for model in (plain, planned):
+            model.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+        for (name, own), other in zip(plain.named_parameters(), planned.parameters()):
+            assert torch.equal(own.grad, other.grad), name
+        said.append(sum("A batch is larger" in record.getMessage() for record in logs.records))
     assert said == [0, 0, 1, 1]
 
 
@@ -92,46 +86,36 @@ _SAID = (
 _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 1, "tp": 1, "ac": "none", "loss": "model", "offload": "none"}
 
 
-def _learned_positions() -> torch.nn.Module:
-    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64, use_cache=False)
-    with torch.device("meta"):
-        return transformers.GPT2LMHeadModel(config).train()
-
-
 def _rows(model: torch.nn.Module) -> list[tuple[int, float]]:
     report = predict(model, gpu="cpu", gpus=1, seq_len=96, budgets=["60%"])
     return [(row.need.bytes, row.seconds) for row in report.rows]
 
 
-def test_a_rotary_model_is_predicted_as_one_with_more_positions(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_a_rotary_model_is_predicted_as_one_with_more_positions(logs: pytest.LogCaptureFixture) -> None:
     model = llama(1)
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        rows = _rows(model)
-        found = fit(model, seq_len=96, **_ONE).best
-    assert [record.message for record in caplog.records if record.name == "nemo_like"] == [_SAID]
+    rows = _rows(model)
+    found = fit(model, seq_len=96, **_ONE).best
+    assert [record.message for record in logs.records if record.name == "nemo_like"] == [_SAID]
     longer = llama(1)
     longer.config.max_position_embeddings = 96
     assert rows == _rows(longer) and found.need.bytes > 0
 
 
-def test_the_command_predicts_it_and_names_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_the_command_predicts_it_and_names_the_model(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
     llama(1).config.save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        assert (
-            main(
-                ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--budget", "60%", "--gpu", "cpu"]
-            )
-            == 0
+    assert (
+        main(
+            ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--budget", "60%", "--gpu", "cpu"]
         )
-    assert f"96 tokens are more than the 64 positions of {tmp_path}: predicted as" in caplog.text
+        == 0
+    )
+    assert f"96 tokens are more than the 64 positions of {tmp_path}: predicted as" in logs.text
 
 
 @pytest.mark.parametrize("ask", [lambda m: predict(m, gpu="cpu", seq_len=96), lambda m: fit(m, seq_len=96, **_ONE)])
 def test_learned_positions_stay_refused(ask) -> None:
     with pytest.raises(ValueError, match="requires sequences of 96 tokens, and the model has positions for 64"):
-        ask(_learned_positions())
+        ask(made("GPT2", "LMHeadModel", "meta", n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=64))
 
 
 def test_a_step_that_runs_needs_the_positions() -> None:
@@ -148,26 +132,18 @@ _DECODER = dict(
 )  # fmt: skip
 
 
-def _llama(**more):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER, **more))
-
-
-def _gpt2():
-    sizes = dict(n_embd=32, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCAB, use_cache=False)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
-def _bert():
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCAB)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-
-
+_llama = partial(made, "Llama", **_DECODER)
 MODELS = {
     "llama": _llama,
-    "llama eager": lambda: _llama(attn_implementation="eager"),
-    "gpt2": _gpt2,
-    "bert": _bert,
-}
+    "llama eager": partial(_llama, attn_implementation="eager"),
+    "gpt2": partial(
+        made, "GPT2", "LMHeadModel", n_embd=32, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCAB, use_cache=False
+    ),
+    "bert": partial(
+        made, "Bert", "ForMaskedLM", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCAB,
+    ),
+}  # fmt: skip
 
 
 def _batches():
@@ -175,14 +151,14 @@ def _batches():
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
     mask[1, -5:] = 0
     packed = torch.cat([torch.arange(6), torch.arange(SEQ - 6)]).expand(BATCH, -1)
-    plain = {"input_ids": ids, "labels": ids}
+    plain = labelled(ids)
     return {
         "plain": plain,
         "padded": plain | {"attention_mask": mask},
         "full mask": plain | {"attention_mask": torch.ones_like(mask)},
         "packed": plain | {"position_ids": packed},
         "one document": plain | {"position_ids": torch.arange(SEQ).expand(BATCH, -1)},
-        "longer": {"input_ids": ids.repeat(1, 2), "labels": ids.repeat(1, 2)},
+        "longer": labelled(ids.repeat(1, 2)),
     }
 
 
@@ -206,15 +182,13 @@ def test_a_run_whose_masks_change_trains_as_without_a_plan(name, planned, budget
     assert_bitwise(_steps(planned_model, order), expected)
 
 
-def test_a_batch_that_the_plan_does_not_fit_is_said_once(caplog):
-    forget_announcements()
+def test_a_batch_that_the_plan_does_not_fit_is_said_once(logs):
     batches = _batches()
     model = parallelize(_llama(), strategy="single", ac="70%", sample_input=batches["plain"], device="cpu")
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        _steps(model, [batches["plain"]])
-        assert not said(caplog)
-        _steps(model, [batches["padded"], batches["padded"], batches["plain"]])
-    (record,) = said(caplog)
+    _steps(model, [batches["plain"]])
+    assert not said(logs)
+    _steps(model, [batches["padded"], batches["padded"], batches["plain"]])
+    (record,) = said(logs)
     assert record.levelno == logging.WARNING
     assert "model.layers." in record.getMessage() and "sample_input" in record.getMessage()
 
@@ -231,23 +205,15 @@ def _skipping_block(x, weight, mask=None):
 def test_a_replay_that_needs_what_is_skipped_begins_again_and_runs_no_pinned_operator_twice(retain):
     rows = {"aten.mm.default": (SKIP,), "aten.relu.default": (SAVE,), "aten.topk.default": (SAVE,)}
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-    calls = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     for mask in (None, torch.randn(5, 6)):
         expected = torch.autograd.grad(_skipping_block(x, weight, mask).sum(), (x, weight))
         table = DecisionTable(rows, strict=False)
         out = checkpoint_region(_skipping_block, x, weight, mask, policy=table, name="block")
         for _ in range(1 + retain):
-            calls.clear()
-            with Counting():
+            with Operators() as ran:
                 found = torch.autograd.grad(out.sum(), (x, weight), retain_graph=retain)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-            assert "aten.topk.default" not in calls
+            assert torch.ops.aten.topk.default not in ran.ops
         strict = checkpoint_region(_skipping_block, x, weight, mask, policy=DecisionTable(rows), name="block").sum()
         if mask is None:
             strict.backward()
@@ -387,33 +353,29 @@ WHOLE = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_command_plans_all_towers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_all_towers(name: str, tmp_path: Path, program: Any) -> None:
     make, said, layers = WHOLE[name]
     size = ("--image-size", "56") if name == "qwen2_5_vl" else ()  # of any size: its config names none
     words = _planned(tmp_path, make(), "--json", "-", *size)
-    assert cli.main(words) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json.loads(program(words).out)
     assert body["input"] == said
     assert body["not_run"] is None and body["not_made_up"] is None
     assert all(sum(row["layers"].values()) == layers for row in body["rows"])
 
 
 def test_the_command_names_the_towers_that_its_input_does_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, program: Any
 ) -> None:
     words = _planned(tmp_path, _llava(), "--images", "0")
-    assert cli.main(words) == 0
-    assert "Left out: 3 x CLIPEncoderLayer (vision). 1 x 32 tokens do not run them" in capsys.readouterr().out
-    assert cli.main([*words, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["not_run"] == "3 x CLIPEncoderLayer (vision)"
+    assert "Left out: 3 x CLIPEncoderLayer (vision). 1 x 32 tokens do not run them" in program(words).out
+    assert json.loads(program([*words, "--json", "-"]).out)["not_run"] == "3 x CLIPEncoderLayer (vision)"
 
 
-def test_what_cannot_be_made_up_is_named_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_made_up_is_named_with_the_reason(tmp_path: Path, program: Any) -> None:
     config = _qwen()
     config.vision_config.out_hidden_size = 16  # its tower does not fit its language model
     words = _planned(tmp_path, config)
-    assert cli.main([*words, "--json", "-", "--seq-len", "300"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json.loads(program([*words, "--json", "-", "--seq-len", "300"]).out)
     assert body["input"] == "1 x 300 tokens" and body["not_run"] == "3 x Qwen2_5_VLVisionBlock (vision)"
     assert "pixel_values: The forward pass" in body["not_made_up"]
     assert "Image features and image tokens do not match" in body["not_made_up"]
@@ -430,22 +392,20 @@ def test_what_cannot_be_made_up_is_named_with_the_reason(tmp_path: Path, capsys:
     ],
 )
 def test_more_than_a_model_takes_is_refused(
-    make: Any, more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Any, more: tuple[str, ...], said: str, tmp_path: Path, program: Any
 ) -> None:
-    assert cli.main(_planned(tmp_path, make(), *more)) == 2
-    assert said in capsys.readouterr().err
+    assert said in program(_planned(tmp_path, make(), *more), 2).err
 
 
-def test_a_sample_with_pictures_runs_all_towers(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_a_sample_with_pictures_runs_all_towers(logs: pytest.LogCaptureFixture) -> None:
     with torch.device("meta"):
         model = transformers.LlavaForConditionalGeneration(_llava())
     ids = torch.tensor([[63] * 16 + [1] * 4])
-    sample = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(1, 3, 16, 16)}
+    sample = labelled(ids) | {"pixel_values": torch.randn(1, 3, 16, 16)}
     plan = plan_for(model, ac="60%", sample_input=sample, gpu="cpu")
-    assert len(plan.layers) == 5 and "did not run" not in caplog.text
-    plan_for(model, ac="60%", sample_input={"input_ids": ids[:, 16:], "labels": ids[:, 16:]}, gpu="cpu")
-    assert "3 x CLIPEncoderLayer (vision) did not run with the sample input" in caplog.text
+    assert len(plan.layers) == 5 and "did not run" not in logs.text
+    plan_for(model, ac="60%", sample_input=labelled(ids[:, 16:]), gpu="cpu")
+    assert "3 x CLIPEncoderLayer (vision) did not run with the sample input" in logs.text
 
 
 @pytest.mark.parametrize(("cp", "tokens"), [(1, 2048), (4, 4096)])
@@ -456,26 +416,19 @@ def test_masks_of_tokens_by_tokens_have_a_way_out_with_its_bytes(
     table, which has no such line. Three plans take over 2 s."""
     monkeypatch.setattr(report_module, "changes", lambda job: ())  # the others are planned elsewhere
 
-    def report(model: type[nn.Module], documents: int, **options: Any) -> tuple[int, dict[str, int]]:
+    def report(family: str, documents: int, **options: Any) -> tuple[int, dict[str, int]]:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 256}
-        kind: Any = model.config_class
-        config = kind(**sizes, num_attention_heads=4, num_key_value_heads=4, **options)
-        ids = torch.ones(1, tokens, dtype=torch.long)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        model = made(family, device="meta", **sizes, **heads, **options).bfloat16()
         positions = torch.arange(tokens)[None] % (tokens // documents)
-        sample = {"input_ids": ids, "labels": ids, "position_ids": positions}
+        sample = labelled(torch.ones(1, tokens, dtype=torch.long)) | {"position_ids": positions}
         job = Job.of("fsdp2", gpu="h100-80gb", optimizer="sgd", cp=cp, world_size=4)
-        with torch.device("meta"):
-            built = model(config).bfloat16()
-        found = predict(built, job, sample_input=sample, what_if=True)
+        found = predict(model, job, sample_input=sample, what_if=True)
         row = next(row for row in found.rows if row.ac == "none")
         return row.need.bytes, {change.change: change.row.need.bytes for change in found.what_if}
 
-    plain, none = report(transformers.LlamaForCausalLM, 1)
+    plain, none = report("Llama", 1)
     assert FLEX not in none
-    masked, changes = (
-        report(transformers.MistralForCausalLM, 1, sliding_window=256)
-        if cp > 1
-        else report(transformers.LlamaForCausalLM, 8)
-    )
+    masked, changes = report("Mistral", 1, sliding_window=256) if cp > 1 else report("Llama", 8)
     assert cp > 1 or plain == changes[FLEX]
     assert masked - changes[FLEX] >= tokens * tokens * 2 // cp // 2

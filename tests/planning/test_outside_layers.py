@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.fake_rank import SAME, dry_run
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
@@ -22,28 +20,21 @@ from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, Step, make_report, what_if
 from tests.checks import assert_bitwise, step
-from tests.models.tiny import llama, tokens
+from tests.models.tiny import labelled, llama, made, tokens
 from tests.planning.queries import held_bytes, part_of, reserved
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 IDS = torch.randint(4096, (4, 96), generator=torch.Generator().manual_seed(0))
-BATCH = {"input_ids": IDS, "labels": IDS}
+BATCH = labelled(IDS)
 CHUNKS = ChunkedLoss(chunk_tokens=16)
 
 
 def wide() -> nn.Module:
     """A decoder whose logits are most of its step."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return made("Llama", vocab_size=4096, use_cache=False, **sizes)
 
 
 def _query(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> PlanQuery:
@@ -83,12 +74,10 @@ def test_a_head_that_is_no_plain_linear_is_planned() -> None:
     assert _query(model, loss=CHUNKS).stages[0].outside().in_chunks
 
 
-def test_logits_that_stay_whole_are_planned_whole_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_logits_that_stay_whole_are_planned_whole_and_said(logs: pytest.LogCaptureFixture) -> None:
     plain, asked = _query(wide(), {"input_ids": IDS}), _query(wide(), {"input_ids": IDS}, CHUNKS)
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        assert peak_of(plain, plain.uniform("full")) == peak_of(asked, asked.uniform("full"))
-    assert "gets whole logits, because it is called without labels" in caplog.text
+    assert peak_of(plain, plain.uniform("full")) == peak_of(asked, asked.uniform("full"))
+    assert "gets whole logits, because it is called without labels" in logs.text
     assert "loss='chunked'" not in _changes(plain, {"input_ids": IDS}, make_report(plain, ["50%"], 1 << 24))
 
 
@@ -104,12 +93,11 @@ def test_the_report_says_what_chunks_would_buy() -> None:
     limit = peaks[1] + chunked.input_bytes
     report = make_report(plain, ["50%"], limit)
     assert report.best is None and report.verdict().startswith("Does not fit: ac='full', the least, takes ")
-    sample = {"input_ids": IDS, "labels": IDS}
-    bought = _changes(plain, sample, report)
+    bought = _changes(plain, BATCH, report)
     assert bought["loss='chunked'"] <= limit < bought["optimizer='adamw-8bit'"]
     asked = make_report(chunked, ["50%"], limit)
     assert asked.best is not None and "loss='chunked'" in asked.call()
-    assert "loss='chunked'" not in _changes(chunked, sample, asked)
+    assert "loss='chunked'" not in _changes(chunked, BATCH, asked)
     sizes = make_report(_query(wide(), loss=CHUNKS), ["50%"], peaks[0])
     assert "loss=ChunkedLoss(chunk_tokens=16)" in sizes.call(sizes.rows[0])
 
@@ -118,21 +106,17 @@ def test_the_report_says_what_chunks_would_buy() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_plan_says_what_the_rank_takes(tied: bool) -> None:
     """The root is gathered again in backward. FSDP2 holds the last gradient of a unit until all are reduced."""
-    ids = tokens(1, 8)
-    with torch.device("meta"):
-        model = llama(vocab_size=2048, num_hidden_layers=1, tie_word_embeddings=tied)
+    model = llama(device="meta", vocab_size=2048, num_hidden_layers=1, tie_word_embeddings=tied)
     job = Job.of(strategy=FSDP2(reshard_after_forward=True), ac="full", world_size=2, gpu="cpu")
-    found = dry_run(model, job, {"input_ids": ids, "labels": ids})
+    found = dry_run(model, job, labelled(tokens(1, 8)))
     assert found.against is not None and abs(found.against - found.peak_bytes) <= SAME
 
 
 @pytest.mark.parametrize("precision", ["bf16", None])
 def test_a_tied_head_has_no_second_gradient_beside_that_of_the_chunks(precision: str | None) -> None:
-    ids = tokens(4, 64)
-    with torch.device("meta"):
-        model = llama(vocab_size=2048, num_hidden_layers=1, tie_word_embeddings=True)
+    model = llama(device="meta", vocab_size=2048, num_hidden_layers=1, tie_word_embeddings=True)
     job = Job.of(loss=ChunkedLoss(chunk_tokens=64), precision=precision, ac="full", world_size=2, gpu="cpu")
-    found = dry_run(model, job, {"input_ids": ids, "labels": ids})
+    found = dry_run(model, job, labelled(tokens(4, 64)))
     assert found.against == found.peak_bytes
 
 
@@ -210,18 +194,11 @@ def test_bfloat16_states_of_float32_parameters():
 
 
 def _holding(job, device="h100-80gb"):
-    transformers = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=256, use_cache=False,
-            )
-        )  # fmt: skip
-    ids = torch.zeros(1, 32, dtype=torch.long)
-    return PlanQuery.from_model(
-        model.train(), {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device))
+    model = llama(
+        device="meta", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
     )
+    sample = labelled(torch.zeros(1, 32, dtype=torch.long))
+    return PlanQuery.from_model(model, sample, job.change(gpu=resolve_device(device)))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

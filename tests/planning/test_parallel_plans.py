@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nemo_like.planning.sharding import ParameterForms, sharding_of
 from nemo_like.torch_compat import local_part
 from tests.models.expert_families import NAMES, build, tokens
 from tests.models.families import FAMILIES
+from tests.models.tiny import labelled
 from tests.planning.queries import part_of, plan_of, saved
 
 ROWS, LENGTH, WIDTH = 2, 64, 8
@@ -55,11 +57,11 @@ def test_a_method_is_one_object_and_one_word(monkeypatch: pytest.MonkeyPatch) ->
     option = ContextParallel.__dataclass_fields__["method"]  # with the words that it may be
     words = (*parallel.CONTEXT_METHODS, "one_gather")
     monkeypatch.setattr(option, "metadata", {**option.metadata, "choices": words})
-    model, ids = FAMILIES["llama"].build(), tokens(ROWS, LENGTH) % 48
+    model = FAMILIES["llama"].build()
     with pytest.raises(ValueError, match="no three ranks"):
         check_context_parallel(model, ContextParallel(3, "one_gather"))
     job = Job.of(world_size=2, cp=ContextParallel(2, "one_gather")).change(gpu=resolve_device("h100"))
-    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
+    query = PlanQuery.from_model(model, labelled(tokens(ROWS, LENGTH) % 48), job)
     gathers = [record for record in part_of(query).problems[0].records if "gather_sequence" in record.op.name()]
     assert [record.bytes for record in gathers] == [2 * ROWS * model.config.num_key_value_heads * LENGTH * WIDTH * 4]
 
@@ -77,9 +79,9 @@ def test_no_code_compares_the_word_of_a_method() -> None:
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_a_gather_costs_what_a_rank_receives(method: str, ranks: int) -> None:
     """Keys and values once in forward, twice in backward, once more in a recomputation; kernels as of one rank's tokens."""
-    ids, device = tokens(ROWS, LENGTH) % 48, resolve_device("h100")
+    device = resolve_device("h100")
     job = Job.of(world_size=ranks, cp=ContextParallel(ranks, method)).change(gpu=device)
-    query = PlanQuery.from_model(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, job)
+    query = PlanQuery.from_model(FAMILIES["llama"].build(), labelled(tokens(ROWS, LENGTH) % 48), job)
     (record,) = (r for r in part_of(query).problems[0].records if r.op.name() == "nemo_like::causal_attention")
     heads, kv_heads = (getattr(part_of(query).model.config, f"num_{of}_heads") for of in ("attention", "key_value"))
     whole = 2 * ROWS * kv_heads * LENGTH * WIDTH * 4
@@ -128,8 +130,7 @@ def test_parameters_of_the_presets() -> None:
 
 
 def _query(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> PlanQuery:
-    ids = tokens(1, 32)
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(tokens(1, 32))
     setup = Job.of(world_size=shard_ranks, ep=ExpertParallel(ep, imbalance=imbalance), **more)
     return PlanQuery.from_model(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
 
@@ -230,15 +231,21 @@ def test_families_beside_tp(name: str) -> None:
     assert whole and len(set(whole)) == 1
 
 
-def test_what_cannot_be_planned_says_so() -> None:
-    with pytest.raises(ValueError, match="number of ranks that share the experts, 2"):
-        _query(3.0)
-    with pytest.raises(ValueError, match=r"imbalance is 0\.5; it must be a number from 1 \(balanced\) to .*, 2\."):
-        ExpertParallel(2, imbalance=0.5)
-    with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
-        _query(1.0, ep=4, shard_ranks=2)
-    with pytest.raises(ValueError, match="does not divide the 4 experts"):
-        _query(1.0, ep=3, shard_ranks=3)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: _query(3.0), "number of ranks that share the experts, 2"),
+        (
+            lambda: ExpertParallel(2, imbalance=0.5),
+            r"imbalance is 0\.5; it must be a number from 1 \(balanced\) to .*, 2\.",
+        ),
+        (lambda: _query(1.0, ep=4, shard_ranks=2), "ep is 4, which does not divide the 2 ranks that hold one copy"),
+        (lambda: _query(1.0, ep=3, shard_ranks=3), "does not divide the 4 experts"),
+    ],
+)
+def test_what_cannot_be_planned_says_so(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_a_model_is_not_changed() -> None:

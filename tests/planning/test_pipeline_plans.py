@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
+from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
@@ -21,21 +23,20 @@ from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.predictions.rank import parts_at_peak, peaks_of
 from nemo_like.planning.predictions.seconds import action_seconds, step_seconds, timeline, timeline_of
 from nemo_like.planning.query import PlanQuery
-from tests.models.tiny import VOCAB, llama
+from tests.models.tiny import VOCAB, llama, made
 from tests.planning.queries import Text
 from tests.planning.search_of_all import search_of_all
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def _model(layers: int = 4) -> Any:
-    with torch.device("meta"):
-        return Text(layers, 32)
+    return Text(layers, 32).to("meta")
 
 
 COUNTER = 4
 """Bytes of AdamW's counter of steps, of which each parameter has one."""
-SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zeros(2, 64, dtype=torch.long)}
+SAMPLE = text_batch(2, 64)
 
 
 def _query(pp: PipelineParallel, layers: int = 4) -> PlanQuery:
@@ -111,26 +112,25 @@ def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
     assert plan.peak_bytes == max(peak.total for peak in peaks_of(query, query.uniform("full")))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, program: Any) -> None:
     base = "plan --model tests.planning.queries:Text --gpu cpu --gpus 2 --seq-len 32 --budget 60% --no-what-if"
     base = [*base.split(), "--pp", "2"]
     out = tmp_path / "plan.json"
     more = ["--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
-    assert main([*base, *more]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(program([*base, *more]).out.split())
     assert "in 2 stages of 3, 1 layers (1f1b)" in said and "pp=2" in said
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
     assert 0 < body["rows"][0]["bubble"] < 1
     assert main([*base, "--grad-accum", "4", "--memory", "10KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
-    assert main([*base, "--balance", "some"]) == 2
-    assert "--balance is 'some'" in capsys.readouterr().err
+    assert "--balance is 'some'" in program([*base, "--balance", "some"], 2).err
     config = tmp_path / "config.json"
     config.write_text(json.dumps(llama(num_hidden_layers=2).config.to_dict()))
     four = [*base, "--model", str(config), "--grad-accum", "2", "--gpus", "4", "--memory", "1GiB", "--json", "-"]
-    assert main([*four, "--cp", "2", "--loss", "chunked"]) == 0  # stages that are sharded, and run in bfloat16
-    call = json.loads(capsys.readouterr().out)["call"]
+    call = json.loads(program([*four, "--cp", "2", "--loss", "chunked"]).out)[
+        "call"
+    ]  # stages that are sharded, and run in bfloat16
     assert "cp=2, pp=" in call
     assert call.endswith("loss='chunked', precision='bf16', sample_input=microbatch)")
 
@@ -202,25 +202,17 @@ def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
 
 
 def _dense(trains="all"):
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=2048, use_cache=False,
-        )
-    ).train()  # fmt: skip
+    model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, vocab_size=2048)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains in name or trains == "all")
     return model
 
 
-def _experts():
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=512, use_cache=False,
-            tie_word_embeddings=True,
-        )
-    ).train()  # fmt: skip
+_experts = partial(
+    made, "Qwen3Moe", hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=512,
+    use_cache=False, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def _search(model, precision="bf16", limit=1 << 40, **pins):

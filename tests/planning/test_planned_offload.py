@@ -22,10 +22,11 @@ from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection.layer import Choice
+from tests.models.tiny import labelled, llama
 from tests.planning.queries import part_of
 from tests_distributed.allocated import step_peak_bytes
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 SMALL = OffloadConfig("boundary", min_bytes=0, max_inflight_bytes=1, prefetch=1)
 STEP = StepSpec(optimizer="sgd", zero_grad="zero")
@@ -116,16 +117,12 @@ class _OtherHostTransfer:
 
 def _asked(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch.Tensor]:
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, use_cache=False,
-    )).train()  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "vocab_size": 256}
+    model = llama(num_attention_heads=4, **sizes)
     ids = torch.randint(256, (4, 128))
     setup = Job.of(step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
-    sample = {"input_ids": ids, "labels": ids}
-    return PlanQuery.from_model(
-        model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))
-    ), ids
+    job = setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))
+    return PlanQuery.from_model(model, labelled(ids), job), ids
 
 
 def _choices(query: PlanQuery, mode: str) -> list[list[Choice]]:
@@ -211,9 +208,8 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
         (["--pp", "2"], "--cpu-offload with --pp"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_name(more, message, capsys):
-    assert main([*_ASKED.split(), "--cpu-offload", *more]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_planned_is_refused_by_name(more, message, program):
+    assert message in program([*_ASKED.split(), "--cpu-offload", *more], 2).err
 
 
 def test_on_the_cpu_host_memory_is_the_devices_own(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job, PlanSearch, cli
+from nemo_like import Job, PlanSearch
 from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.layers import find_layers
@@ -23,8 +23,10 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from tests.checks import assert_bitwise, step
+from tests.models.blocks import Stack, in_turn
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
+from tests.models.tiny import labelled, made
 from tests.planning.brute_force import at_budget
 from tests.planning.queries import Text, part_of, plan_of, saved, traced_block
 
@@ -170,18 +172,25 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     assert_bitwise(step(model, **source.sample_input(1, 64)), wanted)
 
 
-def test_plan_for_says_what_it_needs():
-    model = resolve_model("llama-tiny").build("meta")
-    with pytest.raises(ValueError, match="sample_input"):
-        plan_for(model, ac="50%", sample_input=None)
-    sample = resolve_model("llama-tiny").sample_input(1, 16)
-    with pytest.raises(ValueError, match="Did you mean"):
-        plan_for(model, ac="50%", sample_input=sample, gpu="h100-80g")
-    with pytest.raises(ValueError, match="optimizer is 'adam'"):
-        plan_for(model, ac="50%", sample_input=sample, optimizer="adam")
-    with pytest.raises(ValueError, match="world_size is 0"):
-        plan_for(model, ac="50%", sample_input=sample, world_size=0)
-    assert plan_for(model, ac="auto", sample_input=sample, gpu="h100-80gb").recompute_flops == 0  # 72 GB are plenty
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"sample_input": None}, "sample_input"),
+        ({"gpu": "h100-80g"}, "Did you mean"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'"),
+        ({"world_size": 0}, "world_size is 0"),
+    ],
+)
+def test_plan_for_says_what_it_needs(asked, match):
+    source = resolve_model("llama-tiny")
+    with pytest.raises(ValueError, match=match):
+        plan_for(source.build("meta"), **{"ac": "50%", "sample_input": source.sample_input(1, 16)} | asked)
+
+
+def test_a_large_device_recomputes_nothing():
+    source = resolve_model("llama-tiny")
+    plan = plan_for(source.build("meta"), ac="auto", sample_input=source.sample_input(1, 16), gpu="h100-80gb")
+    assert plan.recompute_flops == 0  # 72 GB are plenty
 
 
 def test_model_is_untouched_by_planning():
@@ -225,17 +234,8 @@ def test_plan_survives_its_file_and_is_checked(tmp_path):
 
 
 def test_looped_layer_gets_one_choice():
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                x = self.layers[0](x)
-            return x.sum()
-
-    model = Looped()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+    model = Stack([layer], run=lambda layers, x: in_turn([*layers] * 3, x), head=torch.sum)
     x = torch.randn(2, 8, 16)
     query = PlanQuery.from_model(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
     assert [call.fqn for call in part_of(query).traced.calls] == ["layers.0"] * 3
@@ -247,12 +247,12 @@ def test_looped_layer_gets_one_choice():
 
 
 def test_encoder_decoder_is_planned_without_its_cache():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0, pad_token_id=0
-    )
-    model, ids = transformers.T5ForConditionalGeneration(config).train(), torch.ones(2, 12, dtype=torch.long)
-    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
+    model = made(
+        "T5", "ForConditionalGeneration", d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    sample = labelled(torch.ones(2, 12, dtype=torch.long))
+    query = PlanQuery.from_model(model, sample, Job.of(gpu=resolve_device("cpu")))
     assert [call.kind for call in part_of(query).traced.calls] == [
         0,
         1,
@@ -262,7 +262,7 @@ def test_encoder_decoder_is_planned_without_its_cache():
     plan = plan_of(query, MemoryBudget(fraction=0.6))
     assert model.decoder.config.use_cache, "planning changes nothing"
     apply_plan(model, plan, device_type="cpu")
-    model(input_ids=ids, labels=ids).loss.backward()
+    model(**sample).loss.backward()
 
 
 def test_layers_out_of_scope_are_left_alone_and_still_count():
@@ -282,17 +282,12 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 
 
 def test_data_dependent_models_are_refused_with_the_way_out():
-    class Picky(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32) for _ in range(2))
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x) if x.sum() > 0 else x
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x) if x.sum() > 0 else x
-            return x
-
-    model = Picky()
+    model = Stack((nn.TransformerEncoderLayer(16, 2, 32) for _ in range(2)), run=run)
     said = (
         r"cannot be planned: its forward depends on values .* in line \d+ of tests.*\. Use a mode instead of a budget"
     )
@@ -341,12 +336,11 @@ def test_device_files(tmp_path):
         resolve_device(path)
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, program):
     out, plan = tmp_path / "out.json", tmp_path / "plan.json"
     words = f"plan --model llama-tiny --gpus 8 --seq-len 64 --memory 200MiB --budget 50% --json {out} --save {plan}"
     words += " --no-what-if"
-    assert cli.main(words.split()) == 0
-    said = capsys.readouterr().out
+    said = program(words).out
     body = json.loads(out.read_text())
     rows = {row["ac"]: row for row in body["rows"]}
     assert {"none", "full", "selective", "50%"} <= rows.keys() and body["check"] is None
@@ -366,30 +360,18 @@ def test_command(tmp_path, capsys):
         ("--model llama-nano", "llama-nano"),
     ],
 )
-def test_command_refuses_bad_words(words, match, capsys):
-    assert cli.main(["plan", *words.split()]) == 2
-    assert match in capsys.readouterr().err
+def test_command_refuses_bad_words(words, match, program):
+    assert match in program(["plan", *words.split()], 2).err
 
 
-class Picture(nn.Module):
+def picture() -> nn.Module:
     """A model of no library that takes floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return Stack(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
 
 
-def test_command_plans_a_model_of_ones_own(capsys):
-    words = ["plan", "--model", "tests.planning.test_planner:Picture", "--gpu", "cpu", "--json", "-"]
+def test_command_plans_a_model_of_ones_own(program):
+    words = ["plan", "--model", "tests.planning.test_planner:picture", "--gpu", "cpu", "--json", "-"]
     words += ["--budget", "50%", "--no-what-if"]
-    assert cli.main([*words, "--input-shape", "2,8,16"]) == 0
-    assert json.loads(capsys.readouterr().out)["recommended"] == "none"
-    assert cli.main(words) == 2
-    assert "--vocab-size" in capsys.readouterr().err
-    assert cli.main([*words, "--input-shape", "2xz"]) == 2
-    assert "like 8,3,32,32" in capsys.readouterr().err
+    assert json.loads(program([*words, "--input-shape", "2,8,16"]).out)["recommended"] == "none"
+    assert "--vocab-size" in program(words, 2).err
+    assert "like 8,3,32,32" in program([*words, "--input-shape", "2xz"], 2).err

@@ -24,7 +24,7 @@ from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, fewest, gpu_counts, largest, least_need, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
-from tests.models.tiny import VOCAB
+from tests.models.tiny import VOCAB, labelled
 from tests.planning.queries import Text, part_of
 
 pytest.importorskip("transformers")
@@ -44,9 +44,8 @@ def _need(**job: Any) -> Callable[[int, int], int]:
     """Bytes that full checkpointing needs for so many sequences of so many tokens."""
 
     def need(batch: int, length: int) -> int:
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        asked = Job.of(gpu="cpu", **job)
-        return least_need(query_of(_model(), {"input_ids": ids, "labels": ids}, asked), 1 << 40)
+        sample = labelled(torch.zeros(batch, length, dtype=torch.long))
+        return least_need(query_of(_model(), sample, Job.of(gpu="cpu", **job)), 1 << 40)
 
     return need
 
@@ -123,10 +122,9 @@ def test_a_wrong_question_is_refused(asked: dict[str, Any], said: str) -> None:
         ("--seq-len max --gpu cpu --memory 500KiB", "Longest sequence: "),
     ],
 )
-def test_the_command_answers_the_same_questions(words: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_answers_the_same_questions(words: str, answer: str, program: Any) -> None:
     line = f"plan --model tests.planning.queries:Text --seq-len 32 --budget 60% --no-what-if --json - {words}"
-    assert cli.main(line.split()) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json.loads(program(line).out)
     assert body["answer"].startswith(answer) and body["recommended"]
 
 
@@ -137,12 +135,14 @@ def own() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def test_the_longest_sequence_is_not_looked_for_where_the_model_brings_its_input(
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
 ) -> None:
     with pytest.raises(ValueError, match="has a sample input, whose length is not known"):
         predict(_model(), gpu="cpu", seq_len="max", sample_input=torch.zeros(1, 4, dtype=torch.long))
-    assert cli.main(["plan", "--model", "tests.planning.test_predict:own", "--gpu", "cpu", "--seq-len", "max"]) == 2
-    assert "has a sample input, whose length is not known" in capsys.readouterr().err
+    assert (
+        "has a sample input, whose length is not known"
+        in program("plan --model tests.planning.test_predict:own --gpu cpu --seq-len max", 2).err
+    )
 
 
 @pytest.mark.parametrize("words", ["--gpus few", "--seq-len min", "--batch-size max --gpus min"])
@@ -154,12 +154,11 @@ def test_the_command_refuses_other_words(words: str, capsys: pytest.CaptureFixtu
     assert "whole number" in (said := capsys.readouterr().err) or "one question each" in said
 
 
-def test_the_longest_sequence_of_a_model_with_few_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_sequence_of_a_model_with_few_positions(tmp_path: Path, program: Any) -> None:
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     asked = f"plan --model {tmp_path} --gpu cpu --seq-len max --memory 64MiB --no-what-if"
-    assert cli.main(asked.split()) == 0
-    assert "Longest sequence: 32 tokens, all that its config has positions for." in capsys.readouterr().out
+    assert "Longest sequence: 32 tokens, all that its config has positions for." in program(asked).out
 
 
 ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "single": 1e6}, 1e6, 1e5, "cpu", {})
@@ -168,8 +167,7 @@ TWO = Job.of(world_size=2)
 
 
 def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> PlanQuery:
-    ids = torch.zeros(batch, tokens, dtype=torch.long)
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(torch.zeros(batch, tokens, dtype=torch.long))
     gpu = more.pop("device", ROUND)
     return PlanQuery.from_model(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
 
@@ -306,21 +304,20 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
     assert capped.stages[0].moved(choices[0]) == [moved[0]] + [0] * (len(moved) - 1)
 
 
-def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_nothing_meets_still_prints_the_table(program: Any) -> None:
     words = ["plan", "--model", "tests.planning.queries:Text", "--gpu", "cpu", "--seq-len", "64", "--no-what-if"]
-    assert cli.main([*words, "--budget", "10KiB", "--budget", "50%"]) == 1
-    out, err = capsys.readouterr()
+    out, err = program([*words, "--budget", "10KiB", "--budget", "50%"], 1)
     assert "\nnone " in out and "\n50% " in out and out.startswith("Fits without checkpointing, ac='none': ")
     assert "Budget '10KiB'" in err and "the least that any plan peaks at" in err
 
 
-def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_says_model_device_and_set_up(program: Any) -> None:
     words = "plan --model llama-tiny --gpu h100 --gpus 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
-    assert (
-        cli.main([*words.split(), "--json", "-", "--budget", "50%", "--offload", "boundary", "--host-memory", "1GiB"])
-        == 0
+    body = json.loads(
+        program(
+            [*words.split(), "--json", "-", "--budget", "50%", "--offload", "boundary", "--host-memory", "1GiB"]
+        ).out
     )
-    body = json.loads(capsys.readouterr().out)
     assert (body["model"], body["device"], body["input"], body["tokens"]) == (
         "llama-tiny",
         "h100-80gb",
@@ -344,8 +341,7 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
     )
 
 
-IDS = torch.zeros(2, 16, dtype=torch.long)
-BATCH = {"input_ids": IDS, "labels": IDS}
+BATCH = labelled(torch.zeros(2, 16, dtype=torch.long))
 
 
 def _report(job: Job) -> PlanReport:

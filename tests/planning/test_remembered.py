@@ -19,6 +19,8 @@ from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import is_fake
 from tests.allocator_events import cpu_events
+from tests.models.blocks import Layer, in_turn
+from tests.models.tiny import Block
 from tests.planning.queries import bytes_between_steps, traced_block
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes
@@ -36,13 +38,18 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@functools.lru_cache(maxsize=1)
-def of_module(rows: int, like: torch.dtype) -> Tensor:
+def table(rows: int, like: torch.dtype) -> Tensor:
     return torch.arange(rows * WIDTH, dtype=like).view(rows, WIDTH)
+
+
+of_module = functools.lru_cache(maxsize=1)(table)
 
 
 class Table(nn.Module):
     """Layers on top of a table of positions, which a function returns."""
+
+    of_class = staticmethod(functools.lru_cache(maxsize=2)(table))
+    in_cell = staticmethod(remembered(table))
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -50,22 +57,10 @@ class Table(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
 
-    @staticmethod
-    @functools.lru_cache(maxsize=2)
-    def of_class(rows: int, like: torch.dtype) -> Tensor:
-        return torch.arange(rows * WIDTH, dtype=like).view(rows, WIDTH)
-
-    @staticmethod
-    @remembered
-    def in_cell(rows: int, like: torch.dtype) -> Tensor:
-        return torch.arange(rows * WIDTH, dtype=like).view(rows, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:  # (rows, WIDTH) -> ()
         function = of_module if self.where == "of_module" else getattr(self, self.where)
         x = x + function(x.shape[0], x.dtype).flatten().view(-1, WIDTH) * self.scale
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        return in_turn(self.layers, x).square().mean()
 
 
 def measured_peak(model: Table, x: Tensor) -> tuple[int, int]:
@@ -112,67 +107,44 @@ def test_each_function_remembers_as_much_as_it_did() -> None:
     assert Table.of_class.cache_info().maxsize == 2
 
 
-class _Twice(nn.Module):
-    """A batch norm that is called twice (TabNet's ghost batch norm, Siamese branches)."""
-
-    def __init__(self, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), norm or nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.inside(self.up(x)))
-
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        a, b = h.split([2, 6])
-        return torch.cat([torch.sigmoid(self.norm(a)), torch.tanh(torch.relu(self.norm(b))) * 2])
+def _twice(norm: Any, h: Tensor) -> Tensor:
+    a, b = h.split([2, 6])
+    return torch.cat([torch.sigmoid(norm(a)), torch.tanh(torch.relu(norm(b))) * 2])
 
 
-class _Chain(_Twice):
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(torch.sigmoid(self.norm(h)).exp()))
-
-
-class _Read(_Twice):
+def _read(norm: Any, h: Tensor) -> Tensor:
     """The layer reads the statistics itself."""
-
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.norm(torch.sigmoid(h)))
-        return (y - self.norm.running_mean).sigmoid() * self.norm.running_var
+    y = torch.tanh(norm(torch.sigmoid(h)))
+    return (y - norm.running_mean).sigmoid() * norm.running_var
 
 
-class _Evaluated(_Twice):
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.norm(h))
-        return F.batch_norm(h, self.norm.running_mean, self.norm.running_var).sigmoid()
+MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "Twice": _twice,  # TabNet's ghost batch norm, Siamese branches
+    "Chain": lambda norm, h: torch.tanh(norm(torch.sigmoid(norm(h)).exp())),
+    "Read": _read,
+    "Evaluated": lambda norm, h: F.batch_norm(torch.tanh(norm(h)), norm.running_mean, norm.running_var).sigmoid(),
+    # An instance norm moves copies of its statistics, and writes the copies' mean back.
+    "Instance": lambda norm, h: torch.tanh(norm(torch.sigmoid(norm(h.view(8, 4, 4))))).reshape(8, 16),
+    "Once": lambda norm, h: torch.tanh(norm(h)).sigmoid(),
+    "shared": _twice,
+}
+"""A batch norm, how it is called within a layer."""
 
 
-class _Instance(_Twice):
-    """An instance norm moves copies of its statistics, and writes the copies' mean back."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.InstanceNorm1d(4, track_running_stats=True))
-
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(torch.sigmoid(self.norm(h.view(8, 4, 4))))).reshape(8, 16)
+def _activation(layer: Any, h: Tensor) -> Tensor:
+    return MODELS[layer.name](layer.norm, h)
 
 
-class _Once(_Twice):
-    def inside(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(h)).sigmoid()
+def _stack(name: str) -> nn.Sequential:
+    norms = [nn.InstanceNorm1d(4, track_running_stats=True) if name == "Instance" else nn.BatchNorm1d(16) for _ in range(3)]
+    shared = norms[:1] * 3 if name == "shared" else norms
+    inside = [Layer(_activation, norm=norm, name=name) for norm in shared]
+    return nn.Sequential(*(Block(8, norm=False, act=act) for act in inside))
 
 
-def _stack(kind: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(kind(), kind(), kind())
-
-
-def _shared() -> nn.Module:
-    norm = nn.BatchNorm1d(16)
-    return nn.Sequential(*[_Twice(norm) for _ in range(3)])
-
-
-def _trained(build: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
+def _trained(name: str, ac: str | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = build()
+    model: Any = _stack(name)
     if ac is not None:
         model = parallelize(model, "single", ac, sample_input=torch.rand(8, 8))
     for seed in (1, 2):
@@ -181,20 +153,14 @@ def _trained(build: Callable[[], nn.Module], ac: str | None) -> list[torch.Tenso
     return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
-MODELS = {kind.__name__.strip("_"): kind for kind in (_Twice, _Chain, _Read, _Evaluated, _Instance, _Once)}
-
-
 @pytest.mark.parametrize("ac", ["75%", "30%"])
-@pytest.mark.parametrize("name", [*MODELS, "shared"])
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_statistics_under_a_budget(name: str, ac: str):
-    def build() -> nn.Module:
-        return _shared() if name == "shared" else _stack(MODELS[name])
-
-    assert all(map(torch.equal, _trained(build, ac), _trained(build, None)))
+    assert all(map(torch.equal, _trained(name, ac), _trained(name, None)))
 
 
 @pytest.mark.parametrize(("name", "steers"), [("Twice", [True, False]), ("Once", [False]), ("Instance", [True, True])])
 def test_only_calls_whose_statistics_are_read_again_are_always_recomputed(name: str, steers: list[bool]):
-    trace = traced_block(MODELS[name](), torch.rand(8, 8, requires_grad=True))
+    trace = traced_block(_stack(name)[0], torch.rand(8, 8, requires_grad=True))
     norms = [op for op in trace.ops if "batch_norm" in str(op.op)]
     assert [op.steers for op in norms] == steers

@@ -48,9 +48,10 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import Step, make_report
 from nemo_like.planning.roofline import RankGroup
 from tests.gpusim import on_device
+from tests.models.tiny import labelled, made
 from tests.planning.queries import Text, reserved
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 MIB = 1 << 20
 BF16 = Precision.of("bf16")
@@ -69,24 +70,17 @@ SETUPS = {
 }
 
 
-def _model(layers: int = 3) -> nn.Module:
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=64, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=640, max_position_embeddings=256, use_cache=False,
-            )
-        ).train()  # fmt: skip
+
+def _model() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 640}
+    return made("Llama", device="meta", max_position_embeddings=256, **sizes, **_HEADS)
 
 
 def _query(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> PlanQuery:
-    ids = torch.zeros(2, 128, dtype=torch.long)
-    return PlanQuery.from_model(
-        _model() if model is None else model,
-        {"input_ids": ids, "labels": ids},
-        job.change(gpu=resolve_device(device)),
-    )
+    sample = labelled(torch.zeros(2, 128, dtype=torch.long))
+    return PlanQuery.from_model(_model() if model is None else model, sample, job.change(gpu=resolve_device(device)))
 
 
 @pytest.mark.few(2)
@@ -103,14 +97,8 @@ def test_the_replayed_tensors_peak_where_the_arithmetic_says(name):
 
 
 def test_experts_in_a_unit_of_their_own():
-
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=320,
-                num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, use_cache=False,
-            )
-        ).train()  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
+    model = made("Mixtral", device="meta", num_local_experts=8, max_position_embeddings=256, **sizes, **_HEADS)
     query = _query(Job.of(world_size=4, ep=2, precision=BF16), model=model)
     choices = query.uniform("full")
     peak = peak_of(query, choices).total
@@ -161,16 +149,13 @@ def test_a_plan_keeps_it(tmp_path):
 
 
 @pytest.mark.long
-def test_the_command_says_so(capsys, monkeypatch):
+def test_the_command_says_so(program, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     args = ["plan", "--model", "llama-tiny", "--gpus", "8", "--seq-len", "64", "--no-what-if"]
-    assert main(args) == 0
-    text = capsys.readouterr().out
+    text = program(args).out
     assert "reserved" in text.splitlines()[0] and " reserved " in text
-    assert main([*args, "--json", "-"]) == 0
-    growing = json.loads(capsys.readouterr().out)
-    assert main([*args, "--json", "-", "--alloc-conf", ""]) == 0
-    plain = json.loads(capsys.readouterr().out)
+    growing = json.loads(program([*args, "--json", "-"]).out)
+    plain = json.loads(program([*args, "--json", "-", "--alloc-conf", ""]).out)
     assert (
         growing["job"]["allocator"] == "AllocatorConfig(expandable_segments=True)" and "allocator" not in plain["job"]
     )
@@ -179,17 +164,10 @@ def test_the_command_says_so(capsys, monkeypatch):
 
 def test_what_a_report_shows_as_reserved_is_what_decides():
     """With 100 MiB less than it would reserve, the allocator gives segments back in the first step, and needs no more."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=32_000, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.zeros(1, 2048, dtype=torch.long)
-    query = PlanQuery.from_model(
-        model, {"input_ids": ids, "labels": ids}, Job.of(gpu="h100-80gb", precision="bf16", world_size=8)
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 32_000}
+    model = made("Llama", device="meta", **sizes, **_HEADS | {"num_key_value_heads": 4})
+    job = Job.of(gpu="h100-80gb", precision="bf16", world_size=8)
+    query = PlanQuery.from_model(model, labelled(torch.zeros(1, 2048, dtype=torch.long)), job)
     found = reserved(query, query.uniform("none"))
     report = make_report(query, ["50%"], found.reserved + query.input_bytes - 100 * MIB)
     assert report.best is report.rows[0] and report.best.need.reserved < found.reserved - 100 * MIB
@@ -230,18 +208,11 @@ class _Beside:
 
 def _steps(device, ac):
     """Return the bytes that a step asks for and that are reserved for it, on the simulated device and predicted."""
-
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=320, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 320}
+    model = made("Llama", device="meta", attn_implementation="eager", **sizes, **_HEADS)
     ids = torch.zeros(2, 64, dtype=torch.long)
     # The device has the CPU's kernels, and an allocator as CUDA's.
-    query = PlanQuery.from_model(
-        model, {"input_ids": ids, "labels": ids}, Job.of(gpu="cpu", step=StepSpec(optimizer="adamw-loop"))
-    )
+    query = PlanQuery.from_model(model, labelled(ids), Job.of(gpu="cpu", step=StepSpec(optimizer="adamw-loop")))
     predicted = replay(StepLogs(query, 0, query.uniform(ac)), resolve_device("h100-80gb"))
     _Beside(device.memory)
     model = parallelize(model.to_empty(device="gpusim"), "single", ac, device="gpusim")
@@ -306,10 +277,9 @@ def test_a_damaged_file_is_said_and_not_used(cache, caplog):
     assert "is damaged" in caplog.text
 
 
-def test_the_command_line_names_the_file(cache, capsys, monkeypatch):
+def test_the_command_line_names_the_file(cache, capsys, program, monkeypatch):
     monkeypatch.setattr("nemo_like.planning.calibration.SECONDS", 0.1)
-    assert main(["fit", "--calibrate"]) == 0
-    said = capsys.readouterr().err
+    said = program("fit --calibrate").err
     (path,) = (cache_folder() / "rates").iterdir()
     assert str(path) in said and "matmul_half" in said
     assert main(["fit", "--gpus", "1"]) != 0 and "--model is needed" in capsys.readouterr().err

@@ -6,6 +6,7 @@ long as the last layer's backward runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,15 +30,16 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, block_memory
 from nemo_like.planning.trace.records import BlockEvents
 from tests.allocator_events import cpu_events
+from tests.models.blocks import Layer, RouterBlock, Stack, in_turn, mean_square
 from tests.models.families import FAMILIES
 from tests.models.nano_gpt import NanoGPT
-from tests.models.tiny import Block, llama, tokens
+from tests.models.tiny import Block, labelled, llama, tokens
 from tests.planning.queries import Text, part_of
 from tests.tools.benchmarks.torchtitan_step import KeepsOutputs
 
 
 def _parts(model: nn.Module) -> StageParts:
-    return stage_parts(model, find_layers(model), {"ids": tokens()})
+    return stage_parts(model, find_layers(model), {"x": tokens()})
 
 
 def test_a_llama() -> None:
@@ -61,63 +63,44 @@ def test_tied_weights_and_positions_in_a_parameter() -> None:
     assert parts.tied == ("wte.weight",)
 
 
-class _Odd(nn.Module):
+def _odd(run: Callable[..., Tensor]) -> Any:
     """Four layers, run by `run`."""
-
-    def __init__(self, run: Callable[[_Odd, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.head, self.scale = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Parameter(torch.ones(16))
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.run = run
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.run(self, self.embed(ids))).sum()
+    return Stack((Block() for _ in range(4)), start=nn.Embedding(64, 16), head=nn.Linear(16, 64), run=run)
 
 
-def _with_first(model: _Odd, x: Tensor) -> Tensor:
-    first = x
-    for layer in model.layers:
-        x = layer(x + first)
-    return x
+def _with_first(layers: nn.ModuleList, first: Tensor) -> Tensor:
+    return functools.reduce(lambda x, layer: layer(x + first), layers, first)
 
 
-def _scaled(model: _Odd, x: Tensor) -> Tensor:
-    for layer in model.layers:
-        x = layer(x) * model.scale
-    return x
+def _scaled(scaled: Any, layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return functools.reduce(lambda x, layer: layer(x) * scaled.scale, layers, x)
 
 
-def _backwards(model: _Odd, x: Tensor) -> Tensor:
-    for layer in reversed(model.layers):
-        x = layer(x)
-    return x
-
-
-def _long_skip(model: _Odd, x: Tensor) -> Tensor:
-    first = model.layers[0](x)
-    x = first
-    for layer in list(model.layers)[1:]:
-        x = layer(x)
-    return x + first
-
-
-def _early_exit(model: _Odd, x: Tensor) -> Tensor:
-    return model.layers[0](x)
+def _long_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    first = layers[0](x)
+    return in_turn(list(layers)[1:], first) + first
 
 
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
         (_with_first, "layers.0 uses a tensor from|layers.1 is not called with|the code after layers.0 uses a tensor"),
-        (_scaled, "layers.1 is not called with the output of layers.0, and nothing else"),
-        (_backwards, "layers.3 is called in the code before the layers, and not once, in its place"),
+        (
+            Layer(_scaled, scale=nn.Parameter(torch.ones(16))),
+            "layers.1 is not called with the output of layers.0, and nothing else",
+        ),
+        (
+            lambda layers, x: in_turn(reversed(layers), x),
+            "layers.3 is called in the code before the layers, and not once, in its place",
+        ),
         (_long_skip, "the code after layers.3 uses a tensor from layers.0"),
-        (_early_exit, "the forward pass ends in the code after layers.0"),
+        (lambda layers, x: layers[0](x), "the forward pass ends in the code after layers.0"),
     ],
+    ids=["with first", "scaled", "backwards", "long skip", "early exit"],
 )
-def test_what_goes_past_the_hidden_states_is_refused(run: Callable[[_Odd, Tensor], Tensor], reason: str) -> None:
-    with pytest.raises(ValueError, match=f"pp cannot cut _Odd into stages: .*({reason})"):
-        _parts(_Odd(run))
+def test_what_goes_past_the_hidden_states_is_refused(run: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"pp cannot cut Stack into stages: .*({reason})"):
+        _parts(_odd(run))
 
 
 def test_layers_are_dealt_out_so_that_the_dearest_stage_costs_least() -> None:
@@ -141,63 +124,39 @@ def test_a_tower_is_refused_with_the_shapes_that_differ() -> None:
         stage_parts(model, find_layers(model), dict(FAMILIES["vit"].inputs()))
 
 
-class _Experts(nn.Module):
-    """A block whose experts are a list: each gets the rows that chose it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            mine = chosen == index
-            if mine.any():
-                out[mine] = expert(x[mine])
-        return x + out
-
-
 def test_a_list_of_experts_is_refused_without_a_word_of_budgets() -> None:
-    model = _Odd(lambda model, x: [x := layer(x) for layer in model.layers][-1])
-    model.layers = nn.ModuleList(_Experts() for _ in range(4))
+    model = _odd(in_turn)
+    model.layers = nn.ModuleList(RouterBlock() for _ in range(4))
     with pytest.raises(
-        ValueError, match=r"_Odd cannot be cut into stages by pp: .*'layers\.0\.experts' is a list"
+        ValueError, match=r"Stack cannot be cut into stages by pp: .*'layers\.0\.experts' is a list"
     ) as error:
         _parts(model)
     assert "budget" not in str(error.value) and "strategy='fsdp2' with tp, cp or ep" in str(error.value)
 
 
-class _AsksItsLayers(nn.Module):
+def _asks(layers: Any, x: Tensor, fails: bool = False) -> Tensor:
     """Reads of each layer what kind it is, and of the first one the shape of a weight."""
+    assert layers[0].norm.eps == 1e-5 and layers[0].up.weight.shape == (32, 16)
+    for index, layer in enumerate(layers):
+        assert layer.kind == index
+        if fails:
+            x = x + 0 * next(layer.parameters()).sum()
+        x = layer(x)
+    return x
 
-    def __init__(self, fails: bool = False) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = (
-            nn.Embedding(64, 16),
-            nn.ModuleList(Block() for _ in range(4)),
-            nn.Linear(16, 64),
-        )
-        for index, layer in enumerate(self.layers):
-            layer.kind = index
-        self.fails = fails
 
-    def forward(self, ids: Tensor) -> Tensor:
-        first: Any = self.layers[0]
-        assert first.norm.eps == 1e-5 and first.up.weight.shape == (32, 16)
-        x = self.embed(ids)
-        for index, layer in enumerate(self.layers):
-            assert layer.kind == index
-            if self.fails:
-                x = x + 0 * next(layer.parameters()).sum()
-            x = layer(x)
-        return self.head(x).sum()
+def _asking() -> Any:
+    model = _odd(_asks)
+    for index, layer in enumerate(model.layers):
+        layer.kind = index
+    return model
 
 
 def test_absent_layers_answer_for_those_that_they_stand_for() -> None:
-    model = _AsksItsLayers()
+    model = _asking()
     parts = _parts(model)
     stages = slices([2, 2])
-    check_stages(model, parts, stages, {"ids": tokens()})
+    check_stages(model, parts, stages, {"x": tokens()})
     tree, _ = cut(model, parts, stages[1], torch.device("cpu"))
     absent = tree.layers[0]  # type: ignore[index, union-attr]
     assert absent.kind == 0 and not list(absent.parameters()) and not absent.state_dict()
@@ -205,55 +164,42 @@ def test_absent_layers_answer_for_those_that_they_stand_for() -> None:
 
 
 def test_a_stage_that_fails_without_the_others_layers_is_refused() -> None:
-    model = _AsksItsLayers()
+    model = _asking()
     parts = _parts(model)
-    model.fails = True
+    model.run = functools.partial(_asks, fails=True)
     with pytest.raises(
-        ValueError, match="pp cannot cut _AsksItsLayers into stages: stage 0 of 2 fails without the layers"
+        ValueError, match="pp cannot cut Stack into stages: stage 0 of 2 fails without the layers"
     ):
-        check_stages(model, parts, slices([2, 2]), {"ids": tokens()})
+        check_stages(model, parts, slices([2, 2]), {"x": tokens()})
 
 
 WIDTH, WIDE, ROWS = 32, 256, 512
 HIDDEN = 4 * WIDTH * ROWS
 
 
-class Scaled(nn.Module):
+def scaled(layer: Any, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
     """Granite's residuals: the gradient of the output goes into a product and to the next sum, to no weight. Most is alive
     behind that sum, in the wide part. Scaled by -1, for which no number is made a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.small = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
-        x = x - self.two(torch.tanh(self.one(x)))
-        return x - self.small(x)
+    x = x - layer.two(torch.tanh(layer.one(x)))
+    return x - layer.small(x)
 
 
-class BothScaled(Scaled):
-    """MiniMax's: nobody needs the gradient of the output when the products have their own."""
-
-    def forward(self, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
-        x = -x - self.two(torch.tanh(self.one(x)))
-        return -x - self.small(x)
+def both_scaled(layer: Any, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
+    """MiniMax's: nothing needs the gradient of the output when the products have their own."""
+    x = -x - layer.two(torch.tanh(layer.one(x)))
+    return -x - layer.small(x)
 
 
-class Stack(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.start, self.layers = nn.Parameter(torch.zeros(WIDTH)), nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.start  # every layer makes a gradient of its input
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def _layer(forward: Callable[..., Tensor]) -> nn.Module:
+    return Layer(forward, one=nn.Linear(WIDTH, WIDE), two=nn.Linear(WIDE, WIDTH), small=nn.Linear(WIDTH, WIDTH))
 
 
-def _part(block: Callable[[], nn.Module]) -> TracedPart:
+def _part(forward: Callable[..., Tensor]) -> TracedPart:
     setup = Job.of(step=StepSpec(keeps_output=False))
-    query = PlanQuery.from_model(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    # Every layer makes a gradient of its input.
+    start = Layer(lambda layer, x: x + layer.shift, shift=nn.Parameter(torch.zeros(WIDTH)))
+    model = Stack((_layer(forward) for _ in range(2)), start=start, head=mean_square)
+    query = PlanQuery.from_model(model, {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
     return part_of(query)
 
 
@@ -268,10 +214,10 @@ def _bytes(events: BlockEvents, gradients: str) -> int:
     return events.bytes_of(getattr(events, gradients).values())
 
 
-@pytest.mark.parametrize("block", [Scaled, BothScaled])
+@pytest.mark.parametrize("forward", [scaled, both_scaled])
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
-    part = _part(block)
+def test_a_whole_backward(forward: Callable[..., Tensor], mode: str) -> None:
+    part = _part(forward)
     (choice,) = set(part.uniform(mode))
     given, received = (part.memory(0, choice, received=stays) for stays in (False, True))
     assert (_bytes(received, "output_grads"), _bytes(received, "input_grads"), received.held) == (
@@ -297,10 +243,10 @@ def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
     assert alive[-1] == 2 * HIDDEN + _bytes(received, "input_grads") + _bytes(received, "param_grads")
 
 
-@pytest.mark.parametrize("block", [Scaled, BothScaled])
+@pytest.mark.parametrize("forward", [scaled, both_scaled])
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None:
-    part = _part(block)
+def test_a_backward_in_halves(forward: Callable[..., Tensor], mode: str) -> None:
+    part = _part(forward)
     (choice,) = set(part.uniform(mode))
     kind, policy, run = part.traced.kinds[0], part.policy(0, choice), part.traced.run
     given, received = (
@@ -331,14 +277,11 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
 def _query(
     schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any
 ) -> PlanQuery:
-    with torch.device("meta"):
-        model = Text(8, 64)
-    ids = torch.zeros(2, tokens, dtype=torch.long)
     job = Job.of(
         **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
         pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
     )  # fmt: skip
-    return PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
+    return PlanQuery.from_model(Text(8, 64).to("meta"), labelled(torch.zeros(2, tokens, dtype=torch.long)), job)
 
 
 def test_outputs_that_stay_are_counted() -> None:

@@ -114,18 +114,18 @@ def test_a_mode_that_cannot_run_is_a_note_and_no_row(tmp_path, monkeypatch):
     assert row(results, "full")["gradients"] == "bitwise"
 
 
-def test_the_commands_run(capsys, tmp_path):
+def test_the_commands_run(program, tmp_path):
     path = tmp_path / "out.json"
     sizes = ["--batch-size", "1", "--seq-len", "16", "--device", "cpu"]
     command = ["profile", "--model", "llama-tiny", *sizes, "--runs", "1", "--modes", "full", "--json", str(path)]
-    assert cli.main(command) == 0
-    assert "full" in capsys.readouterr().out
+    assert "full" in program(command).out
     assert [row["mode"] for row in json.loads(path.read_text())["rows"]] == ["none", "full"]
-    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--runs", "1", "--budget", "1MB"]) == 0
-    printed = capsys.readouterr().out
+    printed = program(["profile", "--model", "llama-tiny", *sizes, "--runs", "1", "--budget", "1MB"]).out
     assert "model.layers.3" in printed and "within 1MB: recompute" in printed
-    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "LlamaForCausalLM"
+    assert (
+        json.loads(program(["profile", "--model", "llama-tiny", *sizes, "--json", "-"]).out)["model"]
+        == "LlamaForCausalLM"
+    )
     assert cli.main(["profile", "--model", "llama-tiny", "--budget", "1 byte"]) == 2
     assert cli.main(["profile", "--model", "llama-tiny", "--input-shape", "a,b", "--modes"]) == 2
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -13,30 +15,19 @@ from torch import nn
 from nemo_like.layers import LayersNotFoundError
 from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler
 from nemo_like.profiling.profile_report import Moment, ProfiledCall, enough_layers, predict_peak
+from tests.models.blocks import Layer, Stack, in_turn
+from tests.models.tiny import Block
 
 pytestmark = pytest.mark.compat
 
 
-class Block(nn.Module):
-    """Pre-norm MLP: saves, in float32 for (N, D) inputs, x, norm(x), 2 statistics, and twice the wide one."""
-
-    def __init__(self, dim: int, wide: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, wide)
-        self.down = nn.Linear(wide, dim)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-def blocks(*wide: int, dim: int = 16, dropout: float = 0.0) -> nn.Sequential:
+def blocks(*wide: int, dim: int = 16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(dim, w, dropout) for w in wide])
+    return nn.Sequential(*[Block(dim, w, act=nn.functional.gelu) for w in wide])
 
 
 def saved_by_block(n: int, dim: int, wide: int) -> int:
+    """In float32, for (N, D) inputs: x, norm(x), 2 statistics, and twice the wide one."""
     return 4 * (2 * n * dim + 2 * n + 2 * n * wide)
 
 
@@ -69,24 +60,12 @@ def test_bytes_are_those_that_autograd_saves():
 
 
 def test_a_storage_is_counted_once_and_at_the_layer_that_saves_it_first():
-    class Square(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+    def square(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * layer.scale  # saves x
+        return y * y + y.t().t()  # saves y, twice, and views of it never
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x * self.scale  # saves x
-            return y * y + y.t().t()  # saves y, twice, and views of it never
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Square(), Square()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two(self.one(x))
-
-    report = MemoryProfiler(Model(), "cpu").profile(torch.randn(8, 4), num_runs=1)
+    layers = {name: Layer(square, scale=nn.Parameter(torch.ones(4))) for name in ("one", "two")}
+    report = MemoryProfiler(nn.Sequential(OrderedDict(layers)), "cpu").profile(torch.randn(8, 4), num_runs=1)
     assert {row.name: row.activation_bytes for row in report} == {"one": 2 * 128, "two": 2 * 128}
     assert report["one"].freed_bytes == 128  # x is given; y goes
     with pytest.raises(KeyError, match="three"):
@@ -94,17 +73,8 @@ def test_a_storage_is_counted_once_and_at_the_layer_that_saves_it_first():
 
 
 def test_a_layer_called_twice_is_one_row():
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Block(16, 32), Block(16, 64)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in [*self.layers, *self.layers]:
-                x = layer(x)
-            return x
-
-    report = MemoryProfiler(Looped(), "cpu").profile(torch.randn(8, 16), num_runs=1)
+    model = Stack(blocks(32, 64), run=lambda layers, x: in_turn([*layers, *layers], x))
+    report = MemoryProfiler(model, "cpu").profile(torch.randn(8, 16), num_runs=1)
     assert [(row.name, row.calls, row.activation_bytes) for row in report] == [
         ("layers.1", 2, 2 * saved_by_block(8, 16, 64)),
         ("layers.0", 2, 2 * saved_by_block(8, 16, 32)),
@@ -123,23 +93,35 @@ def test_report_reads_as_table_and_json():
     assert values["peak_bytes"] == report.peak_bytes and [row["name"] for row in values["layers"]] == ["1", "0"]
 
 
-def test_wrong_arguments_are_refused_at_the_call():
-    model = blocks(32, 32)
-    with pytest.raises(ValueError, match="'meta'"):
-        MemoryProfiler(model, "meta")
-    with pytest.raises(ValueError, match="num_runs is 0"):
-        MemoryProfiler(model, "cpu").profile(torch.zeros(2, 16), num_runs=0)
-    with pytest.raises(RuntimeError, match="profile"):
-        MemoryProfiler(model, "cpu").recommend_layers(1.0)
-    with pytest.raises(LayersNotFoundError, match="nowhere"):
-        MemoryProfiler(model, "cpu", layers=["nowhere.*"])
-    with pytest.raises(ValueError, match="requires a gradient"):
-        MemoryProfiler(model.requires_grad_(False), "cpu").profile(torch.zeros(2, 16))
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda model: MemoryProfiler(model, "meta"), ValueError, "'meta'"),
+        (
+            lambda model: MemoryProfiler(model, "cpu").profile(torch.zeros(2, 16), num_runs=0),
+            ValueError,
+            "num_runs is 0",
+        ),
+        (lambda model: MemoryProfiler(model, "cpu").recommend_layers(1.0), RuntimeError, "profile"),
+        (lambda model: MemoryProfiler(model, "cpu", layers=["nowhere.*"]), LayersNotFoundError, "nowhere"),
+        (
+            lambda model: MemoryProfiler(model.requires_grad_(False), "cpu").profile(torch.zeros(2, 16)),
+            ValueError,
+            "requires a gradient",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_at_the_call(call: Any, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        call(blocks(32, 32))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), "1GB", True])
+def test_a_wrong_budget_is_refused(wrong: Any):
     profiler = MemoryProfiler(blocks(32, 32), "cpu", loss_fn=lambda out: out.square().mean())
     profiler.profile(torch.zeros(2, 16), num_runs=1)
-    for wrong in (0, -1, float("nan"), "1GB", True):
-        with pytest.raises(ValueError, match="memory_budget_mb"):
-            profiler.recommend_layers(wrong)
+    with pytest.raises(ValueError, match="memory_budget_mb"):
+        profiler.recommend_layers(wrong)
 
 
 def test_recommendations_are_minimal_and_the_impossible_is_an_error():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 
-from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore, copied_bytes
 
@@ -103,14 +101,12 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_falls_back_to_the_checkpoint_before_with_one_line(two: Path, caplog, damage: str):
-    forget_announcements()
+def test_damage_falls_back_to_the_checkpoint_before_with_one_line(two: Path, logs, damage: str):
     DAMAGE[damage](two / "step-00000002")
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        step, state = _load(two)
+    step, state = _load(two)
     assert step == 1 and _same(state, _state(1))
-    assert len(caplog.messages) == 1
-    assert "step-00000002 cannot be read" in caplog.messages[0] and "Going on from step 1" in caplog.messages[0]
+    assert len(logs.messages) == 1
+    assert "step-00000002 cannot be read" in logs.messages[0] and "Going on from step 1" in logs.messages[0]
 
 
 def test_a_run_goes_on_past_the_step_of_a_damaged_checkpoint(two: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import mmap
 import os
 import re
@@ -53,11 +52,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        parse_options(PretrainOptions, line.split())
-    assert ended.value.code == 2
-    written = capsys.readouterr()
+def test_wrong_option_ends_with_code_2_and_says_why(line: str, ending: Any):
+    written = ending(parse_options, PretrainOptions, line.split())
     assert written.out == ""
     assert re.search(WRONG[line], written.err)
 
@@ -71,11 +67,8 @@ def test_command_line_and_dataclass_are_the_same_options(tmp_path: Path):
     assert parse_options(PretrainOptions, line.split()) == given
 
 
-def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        parse_options(PretrainOptions, ["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
+def test_every_option_is_explained(ending: Any):
+    text = ending(parse_options, PretrainOptions, ["--help"], code=0).out
     for field in dataclasses.fields(PretrainOptions):
         assert re.search(rf"--{field.name.replace('_', '-')}[ ,\n]", text)
         assert len(field.metadata["help"]) > 10
@@ -180,8 +173,7 @@ def test_a_signal_is_noted_in_the_main_thread() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_in_another_thread_none_is_caught_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_in_another_thread_none_is_caught_and_it_is_said(logs: pytest.LogCaptureFixture) -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
@@ -192,10 +184,10 @@ def test_in_another_thread_none_is_caught_and_it_is_said(caplog: pytest.LogCaptu
     thread.start()
     thread.join()
     assert seen == [0, before]
-    assert "outside of the main thread" in caplog.text
+    assert "outside of the main thread" in logs.text
 
 
-def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, ending: Any) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -217,13 +209,11 @@ def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, capsys
     }
     for text, reason in wrong.items():
         path.write_text(text)
-        with pytest.raises(SystemExit):
-            parse_options(PretrainOptions, ["--config", str(path)])
-        assert reason in capsys.readouterr().err
+        assert reason in ending(parse_options, PretrainOptions, ["--config", str(path)]).err
 
 
 def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its_plan(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logs: pytest.LogCaptureFixture
 ) -> None:
     options = PretrainOptions()
     assert options.on("cpu") is options and PretrainOptions(optimizer="adamw-loop").on("cuda").optimizer == "adamw-loop"
@@ -233,11 +223,11 @@ def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its
         monkeypatch.setattr(os, "environ", dict(environment))
         let_segments_grow("cpu")
         assert os.environ == environment
-        caplog.clear()
+        logs.clear()
         forget_announcements()
-        with caplog.at_level(logging.INFO, "nemo_like"):
-            let_segments_grow("cuda")
-        assert ("this job sets expandable_segments:True" in caplog.text) is (not environment)
+        logs.set_level("INFO", "nemo_like")
+        let_segments_grow("cuda")
+        assert ("this job sets expandable_segments:True" in logs.text) is (not environment)
         planned = fused.job()
         assert (planned.step.optimizer, planned.allocator.expandable_segments) == ("adamw-fused", not environment)
 

@@ -30,9 +30,10 @@ from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.pretrain import run_job
 from tests.models.blocks import Operators
-from tests.models.tiny import llama
+from tests.models.families import hf
+from tests.models.tiny import llama, made
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,7 +43,7 @@ TOKENS = 7
 
 
 def _llama(**more: Any) -> torch.nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | more))
+    return made("Llama", **SHAPE | more)
 
 
 def _counted(model: torch.nn.Module) -> int:
@@ -79,17 +80,17 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights() -> None:
 
 
 def test_a_token_goes_through_the_experts_that_are_chosen() -> None:
-    config = transformers.MixtralConfig(**SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2})
-    model = transformers.MixtralForCausalLM(config)
+    model = made("Mixtral", **SHAPE, num_local_experts=4, num_experts_per_tok=2)
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 4 * 32 + 2 * 3 * 32 * 64  # attention, router, two experts
     assert StepFlops.count(model).per_token == 6 * (2 * layer + 32 * 48)
 
 
 def test_a_window_bounds_what_a_token_sees() -> None:
-    config = transformers.Gemma3TextConfig(
-        **SHAPE | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    )
-    flops = StepFlops.count(transformers.Gemma3ForCausalLM(config))
+    model = hf(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", **SHAPE, head_dim=8, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    flops = StepFlops.count(model())
     assert flops.per_pair == ((4, 12 * 32), (None, 12 * 32))
     assert (
         flops.of(10) == flops.per_token * 10 + 12 * 32 * (40 + 100)
@@ -147,11 +148,8 @@ ROWS, LENGTH, VOCABULARY, CHUNK = 4, 32, 2048, 32
 
 def _model(loss: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    return parallelize(transformers.LlamaForCausalLM(config).train(), ac="full", loss=loss, device="cpu")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+    return parallelize(llama(vocab_size=VOCABULARY, **sizes), ac="full", loss=loss, device="cpu")
 
 
 def _batch() -> Batch:

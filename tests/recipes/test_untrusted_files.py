@@ -19,6 +19,7 @@ from nemo_like.distributed import materialize
 from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader, CheckpointUnreadableError
 from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore, _size_and_sum
+from tests.checks import Calls
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -30,16 +31,6 @@ def _run(word: str) -> str:
     return word
 
 
-class _Calls:
-    """Pickled as a call of `function`."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 def _dotted(module: str, name: str) -> bytes:
     """A pickle that calls the attribute of an attribute of an allowed module."""
     text = [b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)]
@@ -47,12 +38,12 @@ def _dotted(module: str, name: str) -> bytes:
 
 
 HOSTILE = {
-    "a function of the stranger": pickle.dumps(_Calls(_run, "x")),
-    "eval": pickle.dumps(_Calls(eval, "1")),
-    "torch.load": pickle.dumps(_Calls(torch.load, "x", None, None, False)),
+    "a function of the stranger": pickle.dumps(Calls(_run, "x")),
+    "eval": pickle.dumps(Calls(eval, "1")),
+    "torch.load": pickle.dumps(Calls(torch.load, "x", None, None, False)),
     "a dotted name": _dotted("torch.distributed.checkpoint.metadata", "torch.load"),
     "what a class leads to": _dotted("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
-    "an object inside": pickle.dumps(dcp.Metadata({"weight": _Calls(_run, "x")}, storage_data={})),  # type: ignore
+    "an object inside": pickle.dumps(dcp.Metadata({"weight": Calls(_run, "x")}, storage_data={})),  # type: ignore
 }
 
 
@@ -71,8 +62,7 @@ def _rewritten(folder: Path, change: Any) -> None:
 def test_metadata_that_would_run_code_are_refused_in_one_line(tmp_path: Path, which: str):
     RAN.clear()
     (_saved(tmp_path) / ".metadata").write_bytes(HOSTILE[which])
-    with torch.device("meta"):
-        model = nn.Linear(3, 2)
+    model = nn.Linear(3, 2, device="meta")
     with pytest.raises(
         CheckpointUnreadableError, match=r"^\S+/.metadata refers to \S+, which .* take safetensors"
     ) as info:
@@ -106,8 +96,7 @@ def test_an_index_that_names_files_outside_is_refused(tmp_path: Path, name: obje
     save_file(state, folder / "b.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"weight": name, "bias": "b.safetensors"}}))
-    with torch.device("meta"):
-        model = nn.Linear(3, 2)
+    model = nn.Linear(3, 2, device="meta")
     with pytest.raises(CheckpointUnreadableError, match=r"index.json names the file .* not in its folder") as info:
         materialize(model, checkpoint=folder)
     assert "\n" not in str(info.value) and all(p.is_meta for p in model.parameters())
@@ -126,7 +115,7 @@ def test_what_torch_writes_is_read(tmp_path: Path):
 
 @pytest.mark.parametrize("stored", ["an object", "a number"])
 def test_a_resumed_job_reads_plain_data_alone(tmp_path: Path, stored: str):
-    value = _Calls(_run, "x") if stored == "an object" else 7
+    value = Calls(_run, "x") if stored == "an object" else 7
     dcp.save({"weight": value}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     state, RAN[:] = {"weight": torch.zeros(2)}, []
     load = {"storage_reader": CheckedReader(tmp_path), "planner": CheckedPlanner(), "no_dist": True}
@@ -141,7 +130,7 @@ def test_a_resumed_job_reads_plain_data_alone(tmp_path: Path, stored: str):
 @pytest.mark.parametrize("hostile", ["metadata", "object"])
 def test_a_job_does_not_resume_from_a_hostile_checkpoint(tmp_path: Path, hostile: str):
     store = CheckpointStore(tmp_path, Ranks(0, 1, torch.device("cpu")), background=False)
-    store.save(1, {"weight": torch.ones(2) if hostile == "metadata" else _Calls(_run, "x")}, {})
+    store.save(1, {"weight": torch.ones(2) if hostile == "metadata" else Calls(_run, "x")}, {})
     RAN.clear()
     folder = store.path(1)
     if hostile == "metadata":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_like.cli import main, make_parser
+from nemo_like.cli import make_parser
 from nemo_like.commands.step_options import asked_job
 from nemo_like.job import Job
 from nemo_like.options import ContextParallel, Precision, TensorParallel
@@ -203,16 +203,19 @@ def test_a_wrong_file_is_refused(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_an_absent_file_and_an_absent_package_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Any
 ) -> None:
-    assert main(["plan", "--from", str(tmp_path / "none.toml")]) == 2
-    assert "none.toml', which is not there. Give an existing file." in capsys.readouterr().err
+    assert (
+        "none.toml', which is not there. Give an existing file."
+        in program(["plan", "--from", str(tmp_path / "none.toml")], 2).err
+    )
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "a").write_text(ACCELERATE)
-    assert main(["plan", "--from", str(tmp_path / "a")]) == 2
-    assert "pip install pyyaml" in capsys.readouterr().err
-    assert main(["plan", "--model", "llama-tiny", "--to", str(tmp_path / "a.ini")]) == 2
-    assert "whose suffix is of no format that is written here" in capsys.readouterr().err
+    assert "pip install pyyaml" in program(["plan", "--from", str(tmp_path / "a")], 2).err
+    assert (
+        "whose suffix is of no format that is written here"
+        in program(["plan", "--model", "llama-tiny", "--to", str(tmp_path / "a.ini")], 2).err
+    )
 
 
 def test_a_format_without_mxfp8_names_it(tmp_path: Path) -> None:
@@ -323,14 +326,16 @@ MODEL = {
 }
 
 
-def test_plan_reads_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_and_writes(tmp_path: Path, program: Any) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "t.toml").write_text(TINY)
     model = tmp_path / "config.json"
     model.write_text(json.dumps(MODEL))
     words = ["--from", str(tmp_path / "t.toml"), "--to", str(tmp_path / "o.toml"), "--batch-size", "2"]
-    assert main(["plan", "--model", str(model), "--gpu", "cpu", "--no-what-if", "--budget", "50%", *words]) == 0
-    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    out, err = (
+        " ".join(text.split())
+        for text in program(["plan", "--model", str(model), "--gpu", "cpu", "--no-what-if", "--budget", "50%", *words])
+    )
     assert "2 x 32 tokens" in out
     assert "of torchtitan: --batch-size 1 --seq-len 32" in err and "No option here: --ac none Planning" in err
     assert f"{tmp_path / 'o.toml'} does not have: model = {model}" in err
@@ -338,12 +343,16 @@ def test_plan_reads_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (values["batch_size"], values["seq_len"], values["ac"]) == (2, 32, "none")
 
 
-def test_fit_reads_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_reads_and_writes(tmp_path: Path, program: Any) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "t.toml").write_text(TINY)
     words = ["--from", str(tmp_path / "t.toml"), "--to", str(tmp_path / "o.yaml"), "--offload", "none"]
-    assert main(["fit", "--model", "llama-tiny", "--gpu", "cpu", "--loss", "model", "--no-cpu-offload", *words]) == 0
-    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    out, err = (
+        " ".join(text.split())
+        for text in program(
+            ["fit", "--model", "llama-tiny", "--gpu", "cpu", "--loss", "model", "--no-cpu-offload", *words]
+        )
+    )
     assert "sequences of 32 tokens" in out and "of torchtitan: --micro-batch 1" in err
     assert "does not have: " in err and "seq_len = 32" in err
     values = read_settings(tmp_path / "o.yaml").values

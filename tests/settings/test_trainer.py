@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nemo_like.cli import main
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, Precision, StepSpec
 from nemo_like.settings import Settings, read_settings, write_settings
@@ -229,16 +228,17 @@ def test_a_job_as_python() -> None:
     ]
 
 
-def test_fit_prints_arguments_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_prints_arguments_of_a_trainer(program: Any) -> None:
     pins = ["--ac", "full", "--micro-batch", "2", "--loss", "model", "--no-cpu-offload", "--offload", "none"]
     words = ["--model", "llama-tiny", "--gpus", "1", "--gpu", "cpu", "--seq-len", "32", "--compile", "none", *pins]
-    assert main(["fit", *words, "--as", "trainer"]) == 0
-    lines = capsys.readouterr().out.split("\n\n")[0].split("\nTrain: ")[1].splitlines()
+    lines = program(["fit", *words, "--as", "trainer"]).out.split("\n\n")[0].split("\nTrain: ")[1].splitlines()
     assert lines[1:] == [
         "Trainer: TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=1, bf16=False,",
         'optim="adamw_torch")',
         'CheckpointingArguments: ac="full"',
         "In an SFTConfig, too: max_length=32, gradient_checkpointing=False",
     ]
-    assert main(["fit", *words, "--as", "trainer", "--json", "-"]) == 2
-    assert "--as prints arguments, and --json - prints JSON alone. Give --json a file." in capsys.readouterr().err
+    assert (
+        "--as prints arguments, and --json - prints JSON alone. Give --json a file."
+        in program(["fit", *words, "--as", "trainer", "--json", "-"], 2).err
+    )
