@@ -143,6 +143,8 @@ def entry(room: ModuleType, name: str, value: Any) -> str:
     if callable(value):
         return f"{signature(name, value)}\n{markdown(value.__doc__)}"
     text = attribute_docs(inspect.getsource(defining_module(room, name)), None).get(name, "")
+    if isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):  # a registry: its words
+        return f"```text\n{name}: {', '.join(map(repr, value))}\n```\n\n{markdown(text)}"
     return f"```text\n{name} = {value!r}\n```\n\n{markdown(text)}"
 
 

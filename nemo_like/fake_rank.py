@@ -39,7 +39,7 @@ from nemo_like.job import Job, as_code
 from nemo_like.layers import find_layers
 from nemo_like.models import source_of
 from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.optimizers import OPTIMIZERS
 from nemo_like.options.parallel import moves_state
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, device_of, resolve_device
@@ -244,7 +244,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
     else:
         split_loss = job.loss is None and job.tp.loss_parallel
         go = _loop(parallelized, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
-    make = OPTIMIZER_OBJECTS[OPTIMIZER_OBJECTS[loop.optimizer].form_on(device.kind)].make
+    make = OPTIMIZERS[OPTIMIZERS[loop.optimizer].form_on(device.kind)].make
     assert make is not None  # `refuse_dry_run`
     if loop.in_backward:
         assert isinstance(parallelized, nn.Module)  # a rule of `Job`
@@ -333,7 +333,7 @@ def refuse_dry_run(job: Job) -> None:
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
         # State in CPU memory would count as the GPU's: both are the CPU's fake tensors.
         f"strategy={as_code(job.strategy)}": job.fsdp is not None and moves_state(job.fsdp, device_of(job).kind),
-        f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
+        f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZERS[job.step.optimizer].make is None,
     }
     for name, is_there in refused.items():
         if is_there:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def normalise(word: str) -> str:
     return word.strip().lower().replace("-", "_")
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, known: Collection[str]) -> str:
     """``" Did you mean 'x'?"``, or nothing where nothing is close."""
     close = get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -88,7 +88,7 @@ def check_whole(name: str, value: object, least: int) -> None:
     check_number(name, value, least, "whole number", int)
 
 
-def check_word(name: str, value: object, known: Sequence[str], others: str = "") -> str:
+def check_word(name: str, value: object, known: Collection[str], others: str = "") -> str:
     """Return the word in `known` that `value`, of the setting `name`, means; ValueError: none.
 
     others: values that it may have besides, for the message.

@@ -1,7 +1,7 @@
 """The command-line flag of an option: written once, as metadata of the option's field."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Flag:
     name: str = ""
     default: Any = FIELDS  # Its value where it is not on the command line.
     kind: Callable[[str], Any] = str
-    choices: Sequence[str] = ()  # The values that it may have; empty: any.
+    choices: Collection[str] = ()  # The values that it may have; empty: any.
     least: float | None = None  # The smallest number that it may be.
     values: str = ""  # Values that it may have, for its help; default: its choices.
     stages: bool = True  # Plans of the stages of a pipeline have it.

@@ -83,7 +83,7 @@ Memory = Callable[[Sequence[TrainedParameter], str], OptimizerMemory]
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """Facts about an optimizer. To add one, add an object to `OPTIMIZER_OBJECTS`."""
+    """Facts about an optimizer. To add one, add an object to `OPTIMIZERS`."""
 
     name: str
     memory: Memory
@@ -108,10 +108,10 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: 
 
     Args:
         trained: the parameters, in the optimizer's order.
-        name: a key of `OPTIMIZER_OBJECTS`.
+        name: a key of `OPTIMIZERS`.
         device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where it is not set.
     """
-    return OPTIMIZER_OBJECTS[name].memory(trained, device)
+    return OPTIMIZERS[name].memory(trained, device)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _torchs(name: str, **settings: Any) -> Callable[[list[nn.Parameter]], torch.
     return make
 
 
-OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
+OPTIMIZERS: dict[str, OptimizerFacts] = {
     facts.name: facts
     for facts in (
         OptimizerFacts(
@@ -231,7 +231,7 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
     )
 }
 
-# Names of ``optim`` in transformers' training arguments, by which `OPTIMIZER_OBJECTS` has them; of several, the first
+# Names of ``optim`` in transformers' training arguments, by which `OPTIMIZERS` has them; of several, the first
 # is written.
 TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw",

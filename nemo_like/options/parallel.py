@@ -257,7 +257,29 @@ class TensorParallel(Axis):
         return self.size if self.sequence_parallel else 1
 
 
-CONTEXT_METHODS: tuple[str, ...] = ("all_gather", "ulysses", "ring")
+@dataclass(frozen=True)
+class ContextFacts:
+    """Facts about a method of context parallelism. Its code is an object in `nemo_like.distributed.context.methods`."""
+
+    rotation: str | None = None
+    """Torch's word for it, in ``set_rotate_method`` and in settings of others; None: torch has none such."""
+    peers: Callable[[int], int] = lambda ranks: 0
+    """(ranks): to so many of them a rank sends one by one; 0: it gathers and reduces."""
+    gathers_again: bool = False
+    """Keys and values go to the other ranks once more in backward."""
+    is_searched: Callable[[int, int], bool] = lambda heads, ranks: False
+    """(heads of keys and values, 0: not known; ranks that share them): `nemo_like.planning.fit` looks at it where no
+    method is pinned."""
+
+
+CONTEXT_METHODS: dict[str, ContextFacts] = {
+    "all_gather": ContextFacts("allgather", gathers_again=True, is_searched=lambda heads, ranks: True),
+    "ulysses": ContextFacts(
+        peers=lambda ranks: ranks, is_searched=lambda heads, ranks: heads > 0 and heads % ranks == 0
+    ),
+    "ring": ContextFacts("alltoall", peers=lambda ranks: 2, gathers_again=True),
+}
+"""Facts by the word of `ContextParallel.method`. To add a method, add its facts here, and its code."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +311,11 @@ class ContextParallel(Axis):
         object.__setattr__(
             self, "loss_mean", parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
         )
+
+    @property
+    def facts(self) -> ContextFacts:
+        """Facts about the method."""
+        return CONTEXT_METHODS[self.method]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Schedule:
         return self.stages_per_rank != (1,)
 
 
-SCHEDULE_OBJECTS: dict[str, Schedule] = {
+SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
         Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=lambda ranks, microbatches, per_rank: microbatches),
@@ -133,7 +133,6 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
         ),
     )
 }
-SCHEDULES: tuple[str, ...] = tuple(SCHEDULE_OBJECTS)
 
 
 # Into which stages a model is cut.
@@ -221,7 +220,7 @@ class PipelineParallel(Axis):
     @property
     def facts(self) -> Schedule:
         """Return the facts about the schedule."""
-        return SCHEDULE_OBJECTS[self.schedule]
+        return SCHEDULES[self.schedule]
 
     def _check_schedule(self) -> None:
         microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import check_fields, check_word, parse_bytes, setting
 from nemo_like.options.flag import flagged
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,6 @@ class ChunkedLoss:
 
 # The training loop's way through a step: the facts that a memory budget needs in addition to the model.
 
-OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
 ADAMW = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused")
 """Their names of torch's AdamW."""
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")

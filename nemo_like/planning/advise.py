@@ -10,7 +10,7 @@ from nemo_like._util.words import write_bytes
 from nemo_like.flags import changed_flags
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.optimizers import OPTIMIZERS
 from nemo_like.options.parallel import lighter, moves_state
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.torch_compat import without_dispatch_modes
@@ -38,7 +38,7 @@ def changes(job: Job) -> Iterator[Change]:
     if step.keeps_output and job.loss is None and job.pp.size == 1:
         dropped = replace(step, keeps_output=False)
         yield Change("loss = model(**batch).loss, which drops the output", job.change(step=dropped))
-    if (smaller := OPTIMIZER_OBJECTS[step.optimizer].lighter) is not None:
+    if (smaller := OPTIMIZERS[step.optimizer].lighter) is not None:
         yield Change(f"optimizer={smaller!r}", job.change(step=replace(step, optimizer=smaller)))
     if fsdp is not None:
         device = device_of(job)

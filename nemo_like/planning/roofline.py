@@ -11,7 +11,7 @@ from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.fake.run import ALIASES
 from nemo_like.losses.rows import REPEATS
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
+from nemo_like.options.optimizers import OPTIMIZERS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import TorchDispatchMode
@@ -116,7 +116,7 @@ def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: De
         name: one of `nemo_like.options.OPTIMIZERS`.
         device: whose bandwidth counts.
     """
-    return sum(param.size for param in trained) * OPTIMIZER_OBJECTS[name].passes / device.bandwidth
+    return sum(param.size for param in trained) * OPTIMIZERS[name].passes / device.bandwidth
 
 
 def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
@@ -133,7 +133,7 @@ def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, devic
             f"The bandwidth of CPU memory beside {device.name} is not known: the optimizer's step there is taken to "
             f"go at the rate of the bus, {rate / 1e9:g} GB/s."
         )
-    facts = OPTIMIZER_OBJECTS[name]
+    facts = OPTIMIZERS[name]
     passes = facts.passes if facts.host_passes is None else facts.host_passes
     return sum(param.size for param in trained) * passes / rate
 

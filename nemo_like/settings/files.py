@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.extras import require
+from nemo_like.options import ContextParallel
 from nemo_like.settings import accelerate, automodel, axolotl, torchtitan, trainer
 from nemo_like.settings.formats import Format, flat
 
@@ -89,7 +90,7 @@ def settings_of(table: Format, job: Job, **more: Any) -> tuple[dict[str, dict[st
         notes.append(f"ac = {values['ac']} (written as full, which needs least)")
         values["ac"] = "full"
     tables, left = table.write(values)
-    usual = _plain() | {"dtype": "fp32", "cp_method": "all_gather", "batch_size": 1}
+    usual = _plain() | {"dtype": "fp32", "cp_method": ContextParallel.method, "batch_size": 1}
     return tables, (*notes, *(f"{name} = {value}" for name, value in left.items() if value != usual.get(name)))
 
 

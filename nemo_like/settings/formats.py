@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_like.options import CONTEXT_METHODS, SCHEDULES
 from nemo_like.presets import PRESETS
 
 # Read where no flag has the value, written where the key can't have it. None instead: the value changes nothing.
@@ -162,19 +163,9 @@ DTYPE = words(
     | {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}
     | {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float16": "fp16"}
 )
-# Torch's names of schedules, and ours.
-SCHEDULE = words(
-    {
-        "1F1B": "1f1b",
-        "GPipe": "gpipe",
-        "Interleaved1F1B": "interleaved_1f1b",
-        "InterleavedZeroBubble": "interleaved_zero_bubble",
-        "ZBVZeroBubble": "zbv",
-        "DualPipeV": "dualpipev",
-    }
-)
-# The two ways of torch's context parallelism, and ours.
-ROTATION = words({"allgather": "all_gather", "alltoall": "ring"})
+# Torch's names of schedules and of the ways of its context parallelism, and ours.
+SCHEDULE = words({each.torch_class.removeprefix("Schedule"): name for name, each in SCHEDULES.items()})
+ROTATION = words({facts.rotation: name for name, facts in CONTEXT_METHODS.items() if facts.rotation is not None})
 
 
 def preset(name: Any) -> Any:

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from nemo_like import Job
-from nemo_like.distributed.context import check_context_parallel, methods
-from nemo_like.distributed.context.methods import GatherKeys
-from nemo_like.distributed.context.parts import Attention
+from nemo_like.distributed.context import methods
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
@@ -35,35 +33,6 @@ from tests.models.tiny import labelled
 from tests.planning.queries import part_of, plan_of, saved
 
 ROWS, LENGTH, WIDTH = 2, 64, 8
-
-
-class _OneGather(GatherKeys):
-    """Keys and values in one collective, for attention that heads share evenly and that has no mask."""
-
-    word = "one_gather"
-
-    def check(self, stack: Any, ranks: int) -> None:
-        if ranks == 3:
-            raise ValueError("method='one_gather' has no three ranks.")
-
-    def attend(self, call: Attention) -> Any:
-        key, value = call.parts.gather(torch.stack([call.key, call.value]), 3).unbind(0)
-        return call.run(call.query, key, value, call.mask)
-
-
-def test_a_method_is_one_object_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options, the checks of a model and plans take a method that only `METHODS` and the list of words know."""
-    monkeypatch.setitem(methods.METHODS, "one_gather", _OneGather())
-    option = ContextParallel.__dataclass_fields__["method"]  # with the words that it may be
-    words = (*parallel.CONTEXT_METHODS, "one_gather")
-    monkeypatch.setattr(option, "metadata", {**option.metadata, "choices": words})
-    model = FAMILIES["llama"].build()
-    with pytest.raises(ValueError, match="no three ranks"):
-        check_context_parallel(model, ContextParallel(3, "one_gather"))
-    job = Job.of(world_size=2, cp=ContextParallel(2, "one_gather")).change(gpu=resolve_device("h100"))
-    query = PlanQuery.from_model(model, labelled(tokens(ROWS, LENGTH) % 48), job)
-    gathers = [record for record in part_of(query).problems[0].records if "gather_sequence" in record.op.name()]
-    assert [record.bytes for record in gathers] == [2 * ROWS * model.config.num_key_value_heads * LENGTH * WIDTH * 4]
 
 
 def test_no_code_compares_the_word_of_a_method() -> None:

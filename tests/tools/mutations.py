@@ -422,8 +422,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/selection/solver.py",
-        "            states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]",
-        "            states = [(b, c - op.cost, keep | 1 << i) for b, c, keep in states]",
+        "kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]",
+        "kept = [(b, c, keep | bit) for b, c, keep in choices]",
         "tests/planning/test_solver.py",
     ),
     Fault(

@@ -31,10 +31,10 @@ from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.fake.run import ranks_reached
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import FSDP2, ChunkedLoss, PipelineParallel, parse_bytes
-from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options import CONTEXT_METHODS, FSDP2, ChunkedLoss, PipelineParallel, parse_bytes
+from nemo_like.options.optimizers import OPTIMIZERS
 from nemo_like.options.parallel import in_stage, moves_state, unit_reshards
-from nemo_like.options.pipelining import SCHEDULE_OBJECTS
+from nemo_like.options.pipelining import SCHEDULES
 from nemo_like.planning import roofline
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.memory_model.storages import Event, Events, labels_after, part_bytes
@@ -330,7 +330,7 @@ class _Columns:
         if base.cp == 1:
             gathered = again = formula.sums["keys"]
         self.gathered = gathered * rows * self.split
-        methods = self.column([layout.cp_method == "all_gather" for layout in layouts])
+        methods = self.column([CONTEXT_METHODS[layout.cp_method].gathers_again for layout in layouts])
         self.gathered_again = again * rows * self.split * (methods if base.cp == 1 else 1)
         reached = [formula.reached(layout.ep) / formula.reached(base.ep) for layout in layouts]
         self.exchanged = formula.sums["exchanged"] * self.grow * self.column(reached)
@@ -491,7 +491,7 @@ def seconds_of(x: _Columns) -> Tensor:
     busiest = torch.maximum(busiest, launching / x.pp)
     sending = 2 * (x.stages - 1) * (x.hidden / device.network + device.hop_seconds)
     staged = turns * busiest + busiest * _fills(x) + sending + once
-    passes = OPTIMIZER_OBJECTS[formula.query.job.step.optimizer]
+    passes = OPTIMIZERS[formula.query.job.step.optimizer]
     host_rate = device.host_bandwidth or link
     updating = x.gradients * torch.where(
         x.there,
@@ -521,7 +521,7 @@ def _fills(x: _Columns) -> Tensor:
 def _fill(schedule: str | None, pp: int, per_rank: int, turns: int, again: float) -> float:
     if pp == 1 or schedule is None:
         return 0.0
-    if not SCHEDULE_OBJECTS[schedule].splits_backward:
+    if not SCHEDULES[schedule].splits_backward:
         return (pp - 1) / per_rank
     # Of schedules with a backward in two halves, torch's order itself tells; the same for more than twice the ranks.
     pipeline = PipelineParallel(pp, schedule, turns, per_rank)

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_like.flags import FLAGS
 from nemo_like.job import Job
 from nemo_like.options import (
+    CONTEXT_METHODS,
     FSDP2,
     ChunkedLoss,
     ContextParallel,
@@ -19,7 +20,7 @@ from nemo_like.options import (
     StepSpec,
     parse_ac,
 )
-from nemo_like.options.pipelining import SCHEDULE_OBJECTS, Schedule
+from nemo_like.options.pipelining import SCHEDULES, Schedule
 
 # Tokens of the shortest part that sequences are cut into, unless the caller pins ``cp``.
 SHORTEST_PART = 4096
@@ -82,7 +83,7 @@ class Layout:
     @property
     def facts(self) -> Schedule:
         """Facts about its schedule, by default torch's first."""
-        return SCHEDULE_OBJECTS[self.schedule or PipelineParallel.schedule]
+        return SCHEDULES[self.schedule or PipelineParallel.schedule]
 
     @property
     def options(self) -> int:
@@ -195,8 +196,9 @@ def _with_methods(room: Room, layout: Layout) -> Iterator[Layout]:
     losses = (room.pinned("loss_parallel") or (False,)) if layout.tp > 1 else (False,)
     methods: Collection[str] = (ContextParallel.method,)
     if layout.cp > 1:
-        divided = room.heads and room.heads % (layout.cp * layout.tp) == 0
-        methods = room.pinned("cp_method") or (ContextParallel.method, *(["ulysses"] if divided else []))
+        ranks = layout.cp * layout.tp
+        searched = [word for word, facts in CONTEXT_METHODS.items() if facts.is_searched(room.heads, ranks)]
+        methods = room.pinned("cp_method") or searched
     for cut, kept, method in itertools.product(sequences, losses, methods):
         yield layout.way(sequence_parallel=cut, loss_parallel=kept, cp_method=method)
 
@@ -253,8 +255,8 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
     if layout.pp == 1:
         return [layout]
     scheduled = []
-    for word in room.pinned("schedule") or [name for name, facts in SCHEDULE_OBJECTS.items() if facts.is_searched]:
-        facts = SCHEDULE_OBJECTS[word]
+    for word in room.pinned("schedule") or [name for name, facts in SCHEDULES.items() if facts.is_searched]:
+        facts = SCHEDULES[word]
         if layout.grad_accum < layout.pp:
             rejected["fewer micro-batches than stages"] += 1
         elif facts.check(layout.pp, layout.grad_accum) is not None:

@@ -34,7 +34,7 @@ from nemo_like.planning.predictions.reserved import default_limit
 MODES = ("none", "full", "selective", "plan")
 # Names of pins that are whole numbers.
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "stages_per_rank", "micro_batch", "grad_accum")
-_WORDS: dict[str, tuple[str, ...]] = {
+_WORDS: dict[str, Collection[str]] = {
     "ac": MODES,
     "loss": LOSSES,
     "offload": ("none", "boundary"),

@@ -104,7 +104,7 @@ def _communicators(job: Job, device: Device) -> Iterator[int]:
     if job.is_single:
         return
     links, node = Links.for_job(job, device), device.gpus_per_node
-    exchanging = {"all_gather": 0, "ring": 2, "ulysses": job.cp.size}[job.cp.method]
+    exchanging = job.cp.facts.peers(job.cp.size)
     stages = group_of(job.pp.size, job.ranks // job.pp.size, node)
     axes = [
         (links.shards, 0, True),

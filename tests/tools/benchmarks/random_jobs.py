@@ -37,7 +37,7 @@ from nemo_like.options import (
     StepSpec,
     TensorParallel,
 )  # fmt: skip
-from nemo_like.options.pipelining import SCHEDULE_OBJECTS, SCHEDULES
+from nemo_like.options.pipelining import SCHEDULES
 from nemo_like.options.step import OPTIMIZERS
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import Candidate
@@ -140,7 +140,7 @@ def _drawn(random_: random.Random) -> Drawn:
     accumulation = pick([1, 1, 2, 3, 4])
     if pp > 1:
         accumulation = 1
-        schedule = pick([name for name in SCHEDULES if pp * SCHEDULE_OBJECTS[name].default_per_rank <= 4])
+        schedule = pick([name for name in SCHEDULES if pp * SCHEDULES[name].default_per_rank <= 4])
         asked["pp"] = PipelineParallel(
             pp, schedule, pick([None, pp, 2 * pp, 3 * pp]), balance=pick(["time", "time", "memory"]),
         )  # fmt: skip
