@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import importlib
 import json
 import re
@@ -140,6 +141,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         for name in free:
             del left[name]
     assert left == {}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    nodes = (node for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    counts = collections.Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def _module(path: Path) -> str:

@@ -17,7 +17,7 @@ AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
 @dataclass(frozen=True)
-class Need:
+class Condition:
     """A condition under which an option is read at all."""
 
     words: str  # Options that have to be on the command line.
@@ -32,7 +32,7 @@ def option(
     least: float | None = None,
     below: float = math.inf,
     choices: Sequence[str] = (),
-    needs: Need | None = None,
+    needs: Condition | None = None,
     trainer: str = "",
     **argument: object,
 ) -> Any:

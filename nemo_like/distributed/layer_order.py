@@ -48,13 +48,13 @@ _LOOK = 0.5  # Seconds between two looks at the store of a rank that has nothing
 _ANSWERS = 10.0  # Seconds that a rank waits for the others' events, once it is known that they differ.
 
 
-class _Place:
+class _Expected:
     """The events that were seen to follow one sequence of events."""
 
     __slots__ = ("last", "then")
 
     def __init__(self) -> None:
-        self.then: dict[str, _Place] = {}
+        self.then: dict[str, _Expected] = {}
         self.last: str | None = None
 
 
@@ -67,7 +67,7 @@ class LayerOrder:
         self._groups = mesh_groups(mesh)
         self._ranks = mesh.mesh.flatten().tolist()
         self._units: dict[str, nn.Module] = {}
-        self._root = self._place = _Place()
+        self._root = self._place = _Expected()
         # Forwards since the last backward, from the first one with gradients on; and whether the last one has ended.
         self._waiting, self._waits, self._ended = 0, not scheduled, False
         self._places = 0
@@ -139,8 +139,8 @@ class LayerOrder:
         if event not in place.then:
             self._places += 1
             if self._places > _MOST:
-                self._places, self._root, place = 0, _Place(), _Place()
-            place.then[event] = (self._waiting >= _WAITING and self._root.then.get(event)) or _Place()
+                self._places, self._root, place = 0, _Expected(), _Expected()
+            place.then[event] = (self._waiting >= _WAITING and self._root.then.get(event)) or _Expected()
         place.last = event
         self._place = place.then[event]
 
@@ -214,7 +214,7 @@ def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
     )
 
 
-class _Watcher:
+class _OrderWatcher:
     """The thread that looks, for all models of this process, for questions of other ranks."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class _Watcher:
             self._thread.join(timeout=1)
 
 
-_watcher = _Watcher()
+_watcher = _OrderWatcher()
 
 
 def compare_layers(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.table import byte_word, totals
 from nemo_like._util.words import MIB
-from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
+from nemo_like.explaining.explanation import Explanation, FailedRequest, MemoryRow
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
-from nemo_like.explaining.parts import MemoryKind, Parts, parts_of
-from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
+from nemo_like.explaining.parts import MemoryKind, StepParts, parts_of
+from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline, SnapshotError, read_snapshot, timelines
 from nemo_like.explaining.stacks import operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
 
@@ -185,7 +185,7 @@ _PLACES = 3  # Places in the source that are named for each part.
 _ALIKE = 0.02  # Share by which layers may differ and are called alike.
 
 
-def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanation:
+def explained(timeline: MemoryTimeline, planned: PlannedJob | None = None) -> Explanation:
     """Return the explanation of a device's timeline, compared with a plan where there is one."""
     parts, at = parts_of(timeline), timeline.peak_at
     alive, comparison, peak = timeline.alive(at), None, timeline.active[at + 1]
@@ -225,7 +225,7 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
     )
 
 
-def _where(timeline: Timeline, parts: Parts, at: int) -> str:
+def _where(timeline: MemoryTimeline, parts: StepParts, at: int) -> str:
     last = next((block for block in timeline.blocks if block.born == at), None)
     if last is None:
         return "before the recording" if at == BEFORE else "at the end of a free"
@@ -237,14 +237,16 @@ def _stack_words(frames: Any) -> str:
     return f"{operator} ({place})" if operator and place else operator or place
 
 
-def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
+def _by_layer(parts: StepParts, alive: Iterable[Block]) -> tuple[int, ...]:
     of_blocks = ((parts.named[block].layer, block.size) for block in alive)
     sizes = totals((layer, size) for layer, size in of_blocks if layer is not None)
     count = parts.layer_count or max(sizes, default=-1) + 1  # by the plan, where stacks do not tell
     return tuple(sizes[layer] for layer in range(count)) if sizes else ()
 
 
-def _rows(parts: Parts, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]) -> Iterable[Row]:
+def _rows(
+    parts: StepParts, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]
+) -> Iterable[MemoryRow]:
     places_of: dict[MemoryKind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
     for block in alive:
         places_of[parts.named[block].kind][_stack_words(block.frames)].append(block)
@@ -256,11 +258,11 @@ def _rows(parts: Parts, alive: Iterable[Block], sizes: Counter[MemoryKind], laye
             where = f"{len(layers)} layers of {sum(layers) / len(layers) / MIB:,.0f} MiB, {words}"
         elif len(places) == 1:
             where = next(iter(places))
-        yield Row(kind.value, size, sum(map(len, places.values())), where)
+        yield MemoryRow(kind.value, size, sum(map(len, places.values())), where)
         if len(places) > 1:
             ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
             yield from (
-                Row(f"  {place}", sum(block.size for block in blocks), len(blocks))
+                MemoryRow(f"  {place}", sum(block.size for block in blocks), len(blocks))
                 for place, blocks in ranked[:_PLACES]
                 if place
             )

@@ -13,7 +13,7 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """A part of the peak, or a place within one."""
 
     what: str
@@ -33,7 +33,7 @@ class FailedRequest:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """A peak compared with the planned one."""
 
     peak_bytes: int  # Bytes of the planned peak.
@@ -62,7 +62,7 @@ class Explanation:
     """Bytes at the peak by part, the largest first."""
     layers: tuple[int, ...] = ()
     """Bytes at the peak of each layer; empty where layers are not known."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[MemoryRow, ...] = ()
     """The parts, and the places in the source that made most of each."""
     unexpected: tuple[Unexpected, ...] = ()
     """Memory that should not be there, the largest first."""
@@ -72,7 +72,7 @@ class Explanation:
     """Doubts about the file, a line each."""
     cures: tuple[Cure, ...] = ()
     """Changes that lower the peak, each with the bytes of the peak after it."""
-    comparison: Comparison | None = None
+    comparison: PlanComparison | None = None
     """The planned peak, where a model was given."""
     lines: tuple[str, ...] = ()
     """The answer for a message or a number of bytes, in place of where the peak is."""

@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 
 from nemo_like._util.table import totals
-from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
+from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
 
 
@@ -71,14 +71,14 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """The parts of all blocks of a timeline."""
 
     named: dict[Block, Named]
     layer_count: int | None  # The layers that most forwards agree on; None: they are known of no forward.
 
 
-def parts_of(timeline: Timeline) -> Parts:
+def parts_of(timeline: MemoryTimeline) -> StepParts:
     """Return the part, layer and step of each block."""
     allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
     recorded = any(block.frames for block in allocations)
@@ -94,7 +94,7 @@ def parts_of(timeline: Timeline) -> Parts:
     by_size = _by_size(old, named)
     named |= {block: _of_before(block, recorded, by_size) for block in old}
     named |= {block: replace(named[block], kind=MemoryKind.MORE_WEIGHTS) for block in _further_copies(named)}
-    return Parts(named, layer_count)
+    return StepParts(named, layer_count)
 
 
 def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark]]:
@@ -144,7 +144,7 @@ def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
 def _layers(
     allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int], marks: Sequence[Mark]
 ) -> tuple[dict[int, int], int | None]:
-    """Return the layer of each allocation that has one, and `Parts.layer_count`.
+    """Return the layer of each allocation that has one, and `StepParts.layer_count`.
 
     A forward that began again without a backward has none: where one ends and the next begins is not recorded.
     """

@@ -15,9 +15,9 @@ from torch import nn
 from nemo_like._util.table import totals
 from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
-from nemo_like.explaining.explanation import Comparison
+from nemo_like.explaining.explanation import PlanComparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded
+from nemo_like.explaining.parts import MemoryKind, StepParts, bytes_of, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.explaining.unexpected import Cure, strongest
@@ -34,7 +34,7 @@ from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import Step, row_of
 from nemo_like.transformers_compat import text_config
 
-# Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently.
+# StepParts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently.
 GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
     "weights": (MemoryKind.WEIGHTS, MemoryKind.MORE_WEIGHTS),
     "gradients": (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS),
@@ -133,7 +133,7 @@ class PlannedJob:
         step, _ = step_of(model, job, sample_input=sample_input)
         return cls(step, step.query())
 
-    def compare(self, blocks: Sequence[Block], parts: Parts) -> tuple[Parts, Comparison]:
+    def compare(self, blocks: Sequence[Block], parts: StepParts) -> tuple[StepParts, PlanComparison]:
         """Return `parts` with more names, and the peak with these `blocks` compared with the planned one."""
         parts, compared = compare(blocks, parts, PlannedStep(self.query, _choices(self.query)))
         return weights_by_model(blocks, parts, self.step.model), compared
@@ -231,7 +231,7 @@ def _phase(stretch: str) -> Phase:
     return next((phase for phase in (Phase.BACKWARD, Phase.OPTIMIZER) if phase in stretch), Phase.FORWARD)
 
 
-def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) -> Parts:
+def weights_by_model(blocks: Iterable[Block], parts: StepParts, model: nn.Module) -> StepParts:
     """Return `parts` with the blocks named that were there before the recording and have the size of a weight of `model`.
 
     A quantised model has weights of several widths, and of 4 bits one float32 for each 64 numbers (QLoRA, arXiv:2305.14314).
@@ -251,7 +251,7 @@ def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) ->
     return replace(parts, named=named)
 
 
-def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tuple[Parts, Comparison]:
+def compare(blocks: Sequence[Block], parts: StepParts, planned: PlannedStep) -> tuple[StepParts, PlanComparison]:
     """Compare a recorded peak with the planned one; also return `parts` with names by it for blocks without a stack.
 
     Args:
@@ -261,7 +261,7 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
     weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is MemoryKind.WEIGHTS)
     has, wants = bytes_of(weights & Counter(map(rounded, blocks))), bytes_of(weights)
     if has < _WEIGHTS_MATCH * wants:
-        return parts, Comparison(
+        return parts, PlanComparison(
             total,
             at,
             refusal=f"Not compared with the plan: blocks of the recording have the sizes of {write_bytes(has)} of its "
@@ -273,10 +273,10 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
     recorded = _recorded(blocks, parts)
     real, plan = _by_group(recorded), _by_group(tensors)
     compared = {group: (real[group], plan[group]) for group in GROUPS if real[group] or plan[group]}
-    return parts, Comparison(total, at, compared, tuple(_layers(recorded, tensors)))
+    return parts, PlanComparison(total, at, compared, tuple(_layers(recorded, tensors)))
 
 
-def _recorded(blocks: Iterable[Block], parts: Parts) -> list[Compared]:
+def _recorded(blocks: Iterable[Block], parts: StepParts) -> list[Compared]:
     return [Compared(block.size, parts.named[block].kind, parts.named[block].layer) for block in blocks]
 
 
@@ -289,7 +289,7 @@ def _activations_by_layer(tensors: Iterable[Compared]) -> Counter[int]:
     return totals((tensor.layer, tensor.size) for tensor in activations if tensor.layer is not None)
 
 
-def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[Compared]) -> Parts:
+def _named_alike(blocks: Iterable[Block], parts: StepParts, tensors: Iterable[Compared]) -> StepParts:
     """Return `parts` with the blocks named whose stack tells nothing: by a tensor of the size, in the same order."""
     waiting: dict[int, list[Compared]] = defaultdict(list)
     for each in tensors:

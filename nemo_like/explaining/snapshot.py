@@ -123,7 +123,7 @@ class Block:
 
 
 @dataclass
-class Timeline:
+class MemoryTimeline:
     """The memory of a device after each event of its trace."""
 
     device: int
@@ -161,7 +161,7 @@ class Timeline:
         return max(size - less for size, less in zip(self.active, gone))
 
 
-def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
+def timelines(snapshot: Mapping[str, Any]) -> Iterator[MemoryTimeline]:
     """Yield the timeline of each device of which the snapshot has anything."""
     traces, segments = snapshot["device_traces"], snapshot["segments"]
     numbers = {segment.get("device", 0) for segment in segments} | {k for k, trace in enumerate(traces) if trace}
@@ -170,7 +170,7 @@ def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
         yield timeline(of_device, traces[device] if device < len(traces) else [], device)
 
 
-def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device: int = 0) -> Timeline:
+def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device: int = 0) -> MemoryTimeline:
     """Return the blocks of a device over time, from those at the end back through the events of its `trace`."""
     notes = _overlaps(segments)
     alive = {block.address: block for block in _blocks_at_the_end(segments)}
@@ -208,7 +208,7 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     if start < 0:
         notes.append("The trace gives segments back that it never took: its beginning is lost.")
     reserved = array("q", accumulate(grown, initial=start))
-    return Timeline(device, trace, segments, blocks, active, reserved, notes)
+    return MemoryTimeline(device, trace, segments, blocks, active, reserved, notes)
 
 
 def _over_time(spans: Iterable[tuple[int, int | None, int]], events: int) -> array[int]:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like._util.table import byte_word
-from nemo_like.explaining.parts import MemoryKind, Parts
-from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
+from nemo_like.explaining.parts import MemoryKind, StepParts
+from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
 from nemo_like.explaining.stacks import Phase, place_of, text_of
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
@@ -17,7 +17,7 @@ _FREE = 0.10  # Share of reserved bytes that must be free to be called fragmenta
 _IDLE = 0.5  # A stream is idle that has allocated nothing in the second half of the recording.
 _STEPS = 3  # Steps that must leave something behind, to be called growth.
 _FORWARD = {MemoryKind.ACTIVATIONS, MemoryKind.LOSS, MemoryKind.OF_FORWARD}
-# Parts of which a step should leave nothing behind.
+# StepParts of which a step should leave nothing behind.
 _LEFT = {
     MemoryKind.SCRIPT,
     MemoryKind.OF_BACKWARD,
@@ -44,7 +44,7 @@ class Unexpected:
         return {"kind": self.kind, "bytes": self.size, "peak_after": self.peak_after, "words": self.words}
 
 
-def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
+def unexpected_at_peak(timeline: MemoryTimeline, parts: StepParts) -> list[Unexpected]:
     """Return the causes of memory that should not be alive at the peak, the largest first."""
     begins: dict[int, int] = {}
     for block, each in parts.named.items():
@@ -66,7 +66,7 @@ def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
 
 
 def _cause(
-    timeline: Timeline, kind: str, blocks: Mapping[Block, int], words: str, change: str = ""
+    timeline: MemoryTimeline, kind: str, blocks: Mapping[Block, int], words: str, change: str = ""
 ) -> Unexpected | None:
     """Return a cause: `blocks` should be gone from an event on, each; None where none is there at the peak."""
     at = timeline.peak_at
@@ -74,7 +74,7 @@ def _cause(
     return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if size else None
 
 
-def _left_behind(parts: Parts, begins: Mapping[int, int], kinds: Collection[MemoryKind]) -> dict[Block, int]:
+def _left_behind(parts: StepParts, begins: Mapping[int, int], kinds: Collection[MemoryKind]) -> dict[Block, int]:
     """Return the blocks of these kinds that outlive the beginning of the next forward, and that event; `begins`: by step."""
     return {
         block: begins[each.step + 1]
@@ -83,13 +83,13 @@ def _left_behind(parts: Parts, begins: Mapping[int, int], kinds: Collection[Memo
     }
 
 
-def _of_steps(parts: Parts, blocks: Mapping[Block, int]) -> dict[Block, int]:
+def _of_steps(parts: StepParts, blocks: Mapping[Block, int]) -> dict[Block, int]:
     """Return those of `blocks` that a recorded step has made."""
     return {block: since for block, since in blocks.items() if parts.named[block].step > BEFORE}
 
 
 def _old_gradients(
-    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
+    timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int], updates: Sequence[int]
 ) -> Unexpected | None:
     """Gradients that an optimizer has used, from where the next forward begins; `updates`: its allocations, in order."""
     gone_from = {
@@ -106,7 +106,7 @@ def _old_gradients(
     )
 
 
-def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Unexpected | None:
+def _old_outputs(timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int]) -> Unexpected | None:
     """Activations, outputs or losses, from where the next forward begins."""
     gone_from = _of_steps(parts, _left_behind(parts, begins, _FORWARD))
     largest = max(gone_from, key=lambda block: block.size, default=None)
@@ -120,7 +120,7 @@ def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) ->
     )
 
 
-def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
+def _copies(timeline: MemoryTimeline, parts: StepParts) -> Unexpected | None:
     return _cause(
         timeline,
         "a further copy of weights",
@@ -129,7 +129,7 @@ def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
     )
 
 
-def _waiting(timeline: Timeline) -> Unexpected | None:
+def _waiting(timeline: MemoryTimeline) -> Unexpected | None:
     """Blocks whose free was asked for and waits, since another stream has used them (``record_stream``)."""
     return _cause(
         timeline,
@@ -139,7 +139,7 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
     )
 
 
-def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
+def _saving(timeline: MemoryTimeline, parts: StepParts) -> Unexpected | None:
     """Blocks that ``state_dict()`` has made: gathered or copied weights, and states of an optimizer's empty step."""
     alive = timeline.alive(timeline.peak_at)
     gone_from = {
@@ -159,7 +159,7 @@ def _saves(block: Block) -> bool:
     return any(("state_dict" in name and "load" not in name) or name == "_init_optim_state" for name in names)
 
 
-def _idle_stream(timeline: Timeline) -> Unexpected | None:
+def _idle_stream(timeline: MemoryTimeline) -> Unexpected | None:
     """Free bytes in segments of streams that allocate no longer, which serve no other stream."""
     allocations = (pair for pair in enumerate(timeline.trace) if pair[1]["action"] == "alloc")
     last = {event.get("stream", 0): number for number, event in allocations}
@@ -182,7 +182,7 @@ def _idle_stream(timeline: Timeline) -> Unexpected | None:
 
 
 def _growth(
-    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
+    timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int], updates: Sequence[int]
 ) -> Iterable[Unexpected | None]:
     """Blocks that each step leaves behind, by their place in the source."""
     places: dict[str, dict[Block, int]] = defaultdict(dict)
@@ -200,7 +200,7 @@ def _any_between(first: int, last: int, events: Sequence[int]) -> bool:
     return bisect(events, first) < bisect_left(events, last)
 
 
-def _fragments(timeline: Timeline) -> Unexpected | None:
+def _fragments(timeline: MemoryTimeline) -> Unexpected | None:
     """Reserved bytes beyond the most that was ever active: pieces of segments that no request could use."""
     reserved, active = max(timeline.reserved), max(timeline.active)
     if reserved - active <= _FREE * reserved:
@@ -214,7 +214,7 @@ def _fragments(timeline: Timeline) -> Unexpected | None:
     return Unexpected("fragmentation", reserved - active, after, words, EXPANDABLE)
 
 
-def _pins(timeline: Timeline) -> str:
+def _pins(timeline: MemoryTimeline) -> str:
     """Return, in words, the place of the blocks that hold most of the segments that are half empty or more; empty: none."""
     held: dict[str, int] = defaultdict(int)
     for segment in timeline.segments:
@@ -240,7 +240,7 @@ class Cure:
     peak_after: int
 
 
-def cures_of(timeline: Timeline, parts: Parts) -> list[Cure]:
+def cures_of(timeline: MemoryTimeline, parts: StepParts) -> list[Cure]:
     """Return the changes that lower the peak by a hundredth or more, the strongest first."""
     tried = [*_recomputed(timeline, parts), *_lighter_state(timeline, parts)]
     return strongest(tried, timeline.active[timeline.peak_at + 1])
@@ -252,7 +252,7 @@ def strongest(tried: Iterable[Cure], peak: int) -> list[Cure]:
     return sorted(enough, key=lambda cure: (cure.peak_after, cure.change))
 
 
-def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
+def _recomputed(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
     """Recompute layers: their activations are gone from the end of their forward to their backward, but for one each.
 
     The last tensor of a layer stays: it is the input of the next one. Tensors that recomputing makes and frees again at
@@ -273,7 +273,7 @@ def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
         yield Cure("ac='full': layers recomputed", timeline.peak_without(gone, back))
 
 
-def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
+def _lighter_state(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
     """8-bit states have a quarter of the bytes of float32 ones."""
     states = [block for block, each in parts.named.items() if each.kind is MemoryKind.STATE]
     if states:
@@ -281,7 +281,7 @@ def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
         yield Cure("optimizer='adamw-8bit': its state in 8 bits", timeline.peak_without(less))
 
 
-def reserved_if_expandable(timeline: Timeline, memory: int) -> int | None:
+def reserved_if_expandable(timeline: MemoryTimeline, memory: int) -> int | None:
     """Return the bytes that a GPU with `memory` bytes reserves if its segments are expandable; None: it runs out."""
     allocator = CachingAllocator(AllocatorConfig(expandable_segments=True), memory)
     begun = [(block.born, block) for block in timeline.blocks]

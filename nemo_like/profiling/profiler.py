@@ -29,7 +29,7 @@ from nemo_like.torch_compat import left_to_python, tree_map
 OUTSIDE = -1  # In the place of a call: embedding, head and loss.
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """A place in the step at which a stretch of it begins."""
 
     phase: str  # ``forward`` or ``backward`` of a call, or ``model``: outside of every call.
@@ -62,7 +62,7 @@ class LayerTrace:
             counted: bytes are counted; the times mean nothing then.
         """
         self.calls: list[int] = []  # The layer of each.
-        self.events: list[Event] = []
+        self.events: list[StepEvent] = []
         self.sizes: dict[int, int] = {}  # Bytes of the storages that calls were passed or that were saved, by number.
         # Calls that saved a storage, and calls that were passed it.
         self.savers, self.takers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
@@ -124,10 +124,10 @@ class LayerTrace:
 
     def _event(self, phase: str, call: int) -> None:
         if self._counted:
-            self.events.append(Event(phase, call, 0.0, self._meter.live, self._meter.take_peak()))
+            self.events.append(StepEvent(phase, call, 0.0, self._meter.live, self._meter.take_peak()))
         else:
             wait_for(self._device)
-            self.events.append(Event(phase, call, self._clock()))
+            self.events.append(StepEvent(phase, call, self._clock()))
 
     def _before(self, layer: int, module: nn.Module, args: object, kwargs: object) -> None:
         call = len(self.calls)

@@ -29,7 +29,7 @@ class MemoryRanOutError(RuntimeError):
     """A step does not fit; the message has changes that would lower its peak."""
 
 
-def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
+def advice_on_memory(step: AdvisedStep) -> AbstractContextManager[None]:
     """Raise `MemoryRanOutError` with changes of `step`, where memory runs out inside."""
 
     def told(error: RuntimeError, ways: list[str]) -> MemoryRanOutError:
@@ -42,7 +42,7 @@ def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
 
 
 @dataclass
-class PlannedStep:
+class AdvisedStep:
     """A step of a job, as the planner sees it under any of its options."""
 
     source: ModelSource

@@ -29,7 +29,7 @@ from nemo_like.models import ModelSource, check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.utilisation import Utilisation
-from nemo_like.recipes.auto import PlannedStep, advice_on_memory
+from nemo_like.recipes.auto import AdvisedStep, advice_on_memory
 from nemo_like.recipes.checkpoint import about_run, check_same_run, gather_state
 from nemo_like.recipes.data import Batch, HeldOutText, TextData, TextRows
 from nemo_like.recipes.log import DivergedError, LossLog, Progress, versions
@@ -112,7 +112,7 @@ class Pretraining:
         self._loss = MeanLoss(options.loss == "chunked", mesh)
 
     def _advice(self) -> contextlib.AbstractContextManager[None]:
-        return advice_on_memory(PlannedStep(self.source, self.options, self.ranks))
+        return advice_on_memory(AdvisedStep(self.source, self.options, self.ranks))
 
     def _resume(self) -> None:
         """Open the folder of checkpoints, if any; with ``--resume`` fill weights and optimizer from the newest one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from nemo_like._util.console import check_new_folder, check_writable, flag, tokens
-from nemo_like._util.option_fields import AnyOptions, Need, Options, option
+from nemo_like._util.option_fields import AnyOptions, Condition, Options, option
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, flags_on, job_of
 from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, parse_ac, parse_bytes
@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
 # `finetune` has no --checkpoint-dir: it always writes checkpoints, to --output.
-WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: getattr(options, "checkpoint_dir", "") is not None)
+WITH_CHECKPOINTS = Condition("--checkpoint-dir", lambda options: getattr(options, "checkpoint_dir", "") is not None)
 # By the part of a job: the option without which nothing reads the options of that part. `finetune` has no --strategy.
 NEEDS = {
-    "strategy": Need("--strategy fsdp2", lambda options: getattr(options, "strategy", "fsdp2") == "fsdp2"),
-    "cp": Need("--cp above 1", lambda options: options.cp > 1),
-    "pp": Need("--pp above 1", lambda options: options.pp > 1),
+    "strategy": Condition("--strategy fsdp2", lambda options: getattr(options, "strategy", "fsdp2") == "fsdp2"),
+    "cp": Condition("--cp above 1", lambda options: options.cp > 1),
+    "pp": Condition("--pp above 1", lambda options: options.pp > 1),
 }
 
 
@@ -111,7 +111,7 @@ class PretrainOptions(SharedOptions):
         1024,
         "tokens of --tokenizer bpe, which the model then has, too",
         least=1,
-        needs=Need("--tokenizer bpe", lambda options: options.tokenizer == "bpe"),
+        needs=Condition("--tokenizer bpe", lambda options: options.tokenizer == "bpe"),
     )
     export: str | None = option(
         None,
@@ -133,7 +133,7 @@ class PretrainOptions(SharedOptions):
         "norms and residuals are split along the sequence, over the ranks of --tp (default: where the model's plan and "
         "--seq-len allow it)",
         group="parallelism",
-        needs=Need("--tp above 1", lambda options: options.tp > 1),
+        needs=Condition("--tp above 1", lambda options: options.tp > 1),
         action=argparse.BooleanOptionalAction,
     )
     pp: int = job_option("pp")
@@ -146,7 +146,7 @@ class PretrainOptions(SharedOptions):
         "gradients would take over a quarter of the device",
         choices=("auto", *SYNC),
         group="training",
-        needs=Need("--grad-accum above 1", lambda options: options.grad_accum > 1),
+        needs=Condition("--grad-accum above 1", lambda options: options.grad_accum > 1),
     )
     steps: int = option(200, "steps of the whole run, those before a resume included", least=1)
     lr: float = option(3e-3, "peak learning rate of AdamW", least=0)
@@ -157,7 +157,7 @@ class PretrainOptions(SharedOptions):
         0.1,
         "learning rate at the last step, as a share of the peak",
         least=0,
-        needs=Need("another --schedule", lambda options: options.schedule != "constant"),
+        needs=Condition("another --schedule", lambda options: options.schedule != "constant"),
     )
     weight_decay: float = option(0.1, "AdamW's weight decay, on parameters with two dims or more", least=0)
     beta1: float = option(0.9, "AdamW's first decay rate", least=0, below=1)
@@ -276,7 +276,7 @@ class PretrainOptions(SharedOptions):
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
-_ADAPTERS = Need("--lora", lambda options: options.lora or options.qlora)
+_ADAPTERS = Condition("--lora", lambda options: options.lora or options.qlora)
 
 
 @with_flags("finetune")
@@ -317,7 +317,7 @@ class FinetuneOptions(SharedOptions):
     fit_memory: str | None = option(
         None,
         "bytes of each device that --fit may use (default: as plan)",
-        needs=Need("--fit", lambda options: options.fit),
+        needs=Condition("--fit", lambda options: options.fit),
     )
     check_memory: bool | None = option(
         None,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nemo_like.planning.fit.formula import BY_SPEED
 from nemo_like.planning.fit.report import host_bytes_of
-from nemo_like.planning.fit.search import Entry, Ranking, Row, Search
+from nemo_like.planning.fit.search import Entry, PlannedLayout, Ranking, Search
 
 
-def search_of_all(search: Search) -> list[Row]:
+def search_of_all(search: Search) -> list[PlannedLayout]:
     """All that fit, fastest first."""
     rows = [row for ranking in search.rankings for entry in _open(ranking) for row in _rows(search, entry)]
     return sorted(rows, key=lambda row: row.per_token)
@@ -18,7 +18,7 @@ def _open(ranking: Ranking) -> list[Entry]:
     return [Entry(ranking, *each) for each in every]
 
 
-def _rows(search: Search, entry: Entry) -> list[Row]:
+def _rows(search: Search, entry: Entry) -> list[PlannedLayout]:
     question, way = entry.ranking.question, entry.ranking.ways[entry.way]
     rows, modes = [], [mode for mode in BY_SPEED if mode != "none" or way.offload == "none"]
     for mode in modes:

@@ -24,7 +24,7 @@ from nemo_like.planning.advise import smaller_budget
 from nemo_like.planning.devices import device_at_hand, rates_file, resolve_device
 from nemo_like.planning.planner import peak_under, plan_for
 from nemo_like.planning.utilisation import StepFlops, Utilisation
-from nemo_like.recipes.auto import MemoryRanOutError, PlannedStep, advice_on_memory
+from nemo_like.recipes.auto import AdvisedStep, MemoryRanOutError, advice_on_memory
 from nemo_like.recipes.data import Batch
 from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.options import PretrainOptions
@@ -207,11 +207,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def _step(options: PretrainOptions, ranks: Ranks) -> PlannedStep:
-    return PlannedStep(resolve_model(options.model), options, ranks, CPU)
+def _step(options: PretrainOptions, ranks: Ranks) -> AdvisedStep:
+    return AdvisedStep(resolve_model(options.model), options, ranks, CPU)
 
 
-def _total(step: PlannedStep, options: PretrainOptions) -> int:
+def _total(step: AdvisedStep, options: PretrainOptions) -> int:
     return peak_under(step.query(options)).total
 
 

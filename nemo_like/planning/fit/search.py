@@ -234,7 +234,7 @@ def _ways(question: Question, formula: Formula) -> list[Way]:
 
 
 @dataclass
-class Row:
+class PlannedLayout:
     """A layout that fits, as it was planned."""
 
     entry: Entry
@@ -263,10 +263,10 @@ class Search:
     trace: Tracer
     say: Say = silent
     until: float = math.inf  # When it ends at the latest, by `time.monotonic`.
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PlannedLayout] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     looked_at: int = 0  # Number of layouts that were planned.
-    least: Row | None = None  # The lowest need of those that do not fit.
+    least: PlannedLayout | None = None  # The lowest need of those that do not fit.
     off: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "bytes": []})
 
     def run(self, count: int = 8) -> Found:
@@ -393,7 +393,7 @@ class Search:
         sizes = dict(zip(BY_SPEED, entry.ranking.corrected_of("bytes", entry)))
         return sizes[mode] <= entry.ranking.question.limit
 
-    def under(self, entry: Entry, mode: str) -> Row:
+    def under(self, entry: Entry, mode: str) -> PlannedLayout:
         """Plan a layout under a mode.
 
         Raises:
@@ -410,7 +410,7 @@ class Search:
         peak = max(peaks.values(), key=lambda peak: peak.total)
         fits = peak.total <= most_allocated(query, limit)
         need = verdict(query, choices, peaks, limit) if fits else Need(peak.total + query.input_bytes, ALLOCATED)
-        return Row(entry, layout, job, query, choices, peak, need, step_seconds(query, choices).total, 0.0)
+        return PlannedLayout(entry, layout, job, query, choices, peak, need, step_seconds(query, choices).total, 0.0)
 
     def _plan(self) -> None:
         """Give the fastest layouts a plan for all the memory that there is, where that is faster.
@@ -433,7 +433,7 @@ class Search:
                 self.rows[self.rows.index(row)] = planned
                 gain, best = planned.per_token / row.hoped, min(best, planned.per_token)
 
-    def planned(self, row: Row) -> Row | None:
+    def planned(self, row: PlannedLayout) -> PlannedLayout | None:
         """Return the row with the fastest plan within the memory; None: there is none."""
         question, query = row.entry.ranking.question, row.query
         within = plan_within(query, question.limit_of(query.job))
@@ -446,7 +446,7 @@ class Search:
         layout = row.layout.way(ac="plan")
         return replace(row, layout=layout, choices=choices, peak=peak, need=need, seconds=seconds, budget=budget)
 
-    def _candidate(self, row: Row) -> Candidate:
+    def _candidate(self, row: PlannedLayout) -> Candidate:
         question = row.entry.ranking.question
         return candidate_of(
             row.job,

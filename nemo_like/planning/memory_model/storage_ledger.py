@@ -64,7 +64,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Event:
+class LedgerEvent:
     """A change of the bytes that are alive."""
 
     storage: Storage
@@ -87,7 +87,7 @@ class StorageLedger(TracedBytes):
 
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
-        self.events: list[Event] = []  # Changes since `begin`.
+        self.events: list[LedgerEvent] = []  # Changes since `begin`.
         self.phase = OTHER  # ``forward`` | ``backward`` | ``optimizer step``: where the loop is.
         self.on_cpu, self.steps = on_cpu, 0
         self._storages: dict[int, Storage] = {}
@@ -234,7 +234,7 @@ class StorageLedger(TracedBytes):
         if number not in self._storages:
             self._storages[number] = Storage(part if part in (PARAMETERS, OPTIMIZER) else _part_of_fsdp() or part)
         super().changed(number, size)
-        self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
+        self.events.append(LedgerEvent(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
 
     def place(self) -> tuple[str, str]:
         """Return the place in the step, and the part of storages made there."""
