@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_like import ContextParallel, parallelize
 from nemo_like.torch_compat import TorchDispatchMode
+from tests.checks import labelled
 from tests.models.families import FAMILIES
 from tests_distributed.spawn import on_ranks
 
@@ -80,8 +81,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @on_ranks(2)
 def test_kernels_get_the_dtypes_of_the_plain_model(rank: int, world_size: int, name: str) -> None:
     family, implementation, options = CASES[name]
-    ids = torch.randint(1, 48, (2, 32), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = labelled(torch.randint(1, 48, (2, 32), generator=torch.Generator().manual_seed(0)))
     if "packed" in name:
         batch["position_ids"] = torch.arange(32).expand(2, -1).remainder(8)
     seen = []

@@ -18,6 +18,7 @@ from nemo_like.activation_checkpointing import is_checkpointed
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.torch_compat import FakeRanks, fake_ranks
+from tests.checks import on_meta
 from tests.models.decoders import build
 from tests.models.tiny import Decoder
 from tests_distributed.fake import fake_rank
@@ -121,8 +122,7 @@ def _llama3_8b(layers: int = 4, vocab_size: int = 131072) -> nn.Module:
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=vocab_size,
         num_hidden_layers=layers, use_cache=False,
     )  # fmt: skip
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
+    return on_meta(LlamaForCausalLM, config)
 
 
 def _held(model: nn.Module, local: bool) -> int:
@@ -167,23 +167,29 @@ def test_wrappers_stand_inside_of_units(world_size: int, replicas: int, ac: str)
         assert any(is_checkpointed(m) for m in inside) == (ac == "submodule")
 
 
-def test_a_vocabulary_that_does_not_divide() -> None:
-    """Llama 3's 128256 rows over 1024 ranks: 1017 ranks hold 126, one holds the other 114, six hold none."""
+@pytest.mark.parametrize(
+    ("make", "layers", "sharded", "ranks", "expected"),
+    [
+        # 128256 rows of Llama 3 over 1024 ranks: 1017 ranks hold 126, one holds the other 114, six hold none.
+        (
+            lambda: _llama3_8b(layers=1, vocab_size=128256), "model.layers", "lm_head", 1024,
+            {0: 126, 1016: 126, 1017: 114, 1018: 0, 1023: 0},
+        ),
+        # No dimension divides: five of eight ranks hold one row, three hold none.
+        (
+            lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 5)), nn.Sequential(nn.Linear(5, 5))), "", "0.0", 8,
+            dict(enumerate([1, 1, 1, 1, 1, 0, 0, 0])),
+        ),
+    ],
+    ids=["a vocabulary of 128256", "5 rows"],
+)  # fmt: skip
+def test_uneven_sizes_are_padded_not_lost(
+    make: Any, layers: str, sharded: str, ranks: int, expected: dict[int, int]
+) -> None:
     rows = {}
-    for rank in (0, 1016, 1017, 1018, 1023):
-        model = _llama3_8b(layers=1, vocab_size=128256)
-        with fake_rank(rank, 1024):
-            shard_layers(model, list(model.model.layers), build_mesh(device_type="cpu"))
-            rows[rank] = model.lm_head.weight.to_local().shape[0]
-    assert rows == {0: 126, 1016: 126, 1017: 114, 1018: 0, 1023: 0}
-
-
-def test_uneven_sizes_are_padded_not_lost() -> None:
-    """5 rows over 8 ranks: five ranks hold one row, three hold none."""
-    held = []
-    for rank in range(8):
-        model = nn.Sequential(nn.Sequential(nn.Linear(3, 5)), nn.Sequential(nn.Linear(5, 5)))
-        with fake_rank(rank, 8):
-            shard_layers(model, list(model), build_mesh(device_type="cpu"))
-            held.append(model[0][0].weight.to_local().shape[0])
-    assert held == [1, 1, 1, 1, 1, 0, 0, 0]
+    for rank in expected:
+        model = make()
+        with fake_rank(rank, ranks):
+            shard_layers(model, list(model.get_submodule(layers)), build_mesh(device_type="cpu"))
+            rows[rank] = model.get_submodule(sharded).weight.to_local().shape[0]
+    assert rows == expected

@@ -12,6 +12,7 @@ from nemo_like import ContextParallel, PipelineParallel, parallelize
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.distributed.context import whole_loss
 from nemo_like.distributed.pipeline.loss_mean import LossMean
+from tests.checks import labelled
 from tests.models.families import HEADED, causal
 from tests_distributed.spawn import run_ranks
 
@@ -30,8 +31,7 @@ def bytes_of_check_and_step(rank: int, world_size: int, name: str) -> tuple[int,
     """The most bytes alive in the check of the first step, and in the third step; of what each makes."""
     options, rows, length, chunked = CASES[name]
     shape = {"vocab_size": VOCAB, "max_position_embeddings": length, "hidden_size": HIDDEN, "num_hidden_layers": 4}
-    ids = torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = labelled(torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0)))
     sample = {"sample_input": {key: value[:1] for key, value in batch.items()}} if "pp" in options else {}
     loss = {"loss": "chunked"} if chunked else {}
     model = parallelize(causal("Llama", **HEADED | shape)().train(), ac="full", **options, **sample, **loss)

@@ -13,7 +13,7 @@ from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
 from nemo_like.planning.planner import plan_for
 from nemo_like.precision import cast_of, float8_linears, rowwise_of
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, assert_near, backward, gradients_of, labelled, step
 from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -26,9 +26,7 @@ Found = tuple[float, dict[str, torch.Tensor]]
 
 def _step(model: Any, words: int) -> Found:
     ids = torch.randint(words, (2, 32), generator=torch.Generator().manual_seed(0))
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return backward(model(input_ids=ids, labels=ids).loss).item(), gradients_of(model)
 
 
 def _tensor(rank: int, world_size: int, word: str, modes: tuple[str, ...]) -> list[Found]:
@@ -43,12 +41,10 @@ def _tensor(rank: int, world_size: int, word: str, modes: tuple[str, ...]) -> li
 @pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
 def test_split_weights(word: str, modes: tuple[str, ...]) -> None:
     one, plain, *others = run_ranks(2, _tensor, word, modes, timeout=150)[0]
-    for other in others:
-        assert other[0] == plain[0] and all(torch.equal(other[1][name], grad) for name, grad in plain[1].items())
+    assert_bitwise(others, [plain] * len(others))
     assert plain[0] == pytest.approx(one[0], rel=1e-3)
-    for name, grad in one[1].items():
-        # Partial sums round otherwise, and a last bit moves a value by a step of float8, an eighth of it.
-        assert (plain[1][name] - grad).norm() <= 0.125 * grad.norm(), name
+    # Partial sums round otherwise, and a last bit moves a value by a step of float8, an eighth of it.
+    assert_near(plain[1], one[1], 0.125)
 
 
 def _experts(rank: int, world_size: int) -> list[Found]:
@@ -66,11 +62,10 @@ def _experts(rank: int, world_size: int) -> list[Found]:
 @pytest.mark.few(1)
 def test_split_experts() -> None:
     one, split, full = run_ranks(2, _experts, timeout=150)[0]
-    assert full[0] == split[0] and all(torch.equal(full[1][name], grad) for name, grad in split[1].items())
+    assert_bitwise(full, split)
     # Results of a token's experts are added rank by rank: in another order than in one process, before they are rounded.
     assert split[0] == pytest.approx(one[0], rel=1e-5)
-    for name, grad in one[1].items():
-        assert (split[1][name] - grad).norm() <= 0.05 * grad.norm(), name  # three bits of mantissa
+    assert_near(split[1], one[1], 0.05)  # three bits of mantissa
 
 
 BUDGET = "3000KiB"
@@ -82,8 +77,7 @@ BUDGET = "3000KiB"
 )
 @on_ranks(2)
 def test_sharded_layers_give_the_same_bits_and_peak_as_planned(rank: int, world_size: int, cp: int, word: str) -> None:
-    ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank // cp))
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank // cp)))
     said = {"precision": word, "device": "cpu", "cp": cp, "sample_input": sample}
     plan = plan_for(llama(2), ac=BUDGET, sample_input=sample, gpu="cpu", precision=word, cp=cp, world_size=world_size)
     model = parallelize(llama(2), FSDP2(), ac=BUDGET, **said)

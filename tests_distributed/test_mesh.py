@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -81,22 +82,24 @@ def test_one_rank_needs_no_mesh() -> None:
     assert not dist.is_initialized()
 
 
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None]] = {
+    "no names": ((4,), None),
+    "unknown": ((2, 2), ("dp_replica", "dp_shard")),
+    "order": ((2, 2), ("tp", "dp_shard")),
+    "no shard": ((2, 2), ("dp_replicate", "tp")),
+    "size": ((2,), ("dp_shard",)),
+    "stage": ((2, 2), ("pp", "dp_shard")),
+}
+
+
 def _validate(rank: int, world_size: int, case: str) -> None:
-    if case == "no names":
-        mesh = init_device_mesh("cpu", (4,))
-    elif case == "unknown":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replica", "dp_shard"))
-    elif case == "order":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp_shard"))
-    elif case == "no shard":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
-    elif case == "size":
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    elif case == "stage":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+    mesh: Any = "dp_shard"
+    if case in MESHES:
+        shape, names = MESHES[case]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if case == "stage":
+        mesh = mesh["dp_shard"]
         assert axis_size(mesh, "dp_shard") == 2 and axis_size(mesh, "tp") == 1
-    else:
-        mesh = "dp_shard"
     dist.barrier()  # a rank that leaves while another connects to it is an error of gloo's there
     validate_mesh(mesh)
 

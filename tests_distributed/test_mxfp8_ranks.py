@@ -9,7 +9,7 @@ import torch
 
 from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, assert_near, step
 from tests.models.mxfp8 import converted, wide_llama
 from tests_distributed.spawn import on_ranks
 
@@ -32,6 +32,5 @@ def test_gradients_are_those_of_torchao(rank: int, world_size: int) -> None:
         split = parallelize(wide_llama(), ac="selective", **how)
         found = step(split, input_ids=batches[0], labels=batches[0])
         assert [type(module).__name__ for module in split.modules()].count("MXFP8Linear") == 2 * 7
-        for name, grad in whole[0].items():
-            # Sums over the ranks round otherwise, and a last bit moves a value by a step of float8, an eighth of it.
-            assert (found[name] - grad).norm() <= 0.125 * grad.norm(), name
+        # Sums over the ranks round otherwise, and a last bit moves a value by a step of float8, an eighth of it.
+        assert_near(found, whole[0], 0.125)

@@ -27,6 +27,7 @@ from nemo_like.integrations import ActivationOffloadingMixin
 from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingCallback, CheckpointingMixin
 from nemo_like.options import ChunkedLoss, OffloadConfig
 from tests.models import decoders
+from tests_distributed.integrations.test_trainer_fsdp import rows
 
 
 @dataclass
@@ -36,19 +37,6 @@ class Arguments(CheckpointingArguments, transformers.TrainingArguments):
 
 class Trainer(CheckpointingMixin, ActivationOffloadingMixin, transformers.Trainer):
     """What a user writes."""
-
-
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Rows with prompts of several lengths, which do not count: the mean is over the tokens of all ranks."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = decoders.batch(1, 16, seed=index)[0]
-        labels = ids.clone()
-        labels[: index % 9] = -100
-        return {"input_ids": ids, "labels": labels}
 
 
 settings: dict[str, Any] = dict(
@@ -69,7 +57,7 @@ def run(folder: Path, mine: dict[str, Any] | None, arguments: dict[str, Any], mo
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     keywords = {name: OBJECTS.get(str(value), value) for name, value in (mine or {}).items()}
     trainer = kind(
-        model=decoders.build(model), args=args, train_dataset=Rows(), eval_dataset=Rows(),
+        model=decoders.build(model), args=args, train_dataset=rows(), eval_dataset=rows(),
         callbacks=None if callback is None else [CheckpointingCallback(callback)], **keywords,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)

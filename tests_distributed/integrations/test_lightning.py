@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from nemo_like.distributed import clip_grad_norm_
-from tests.checks import whole
+from tests.checks import update, whole
 from tests.models import decoders
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -62,8 +62,7 @@ def _fabric(rank: int, world_size: int, folder: str, settings: dict[str, Any] | 
             norm = clip_grad_norm_(model.module, 0.5)
         else:
             norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.extend([loss.item(), whole(norm).item()])
 
     for number in range(2):

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like.activation_checkpointing import is_checkpointed
+from tests.checks import backward, on_meta, update
 from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is in an environment of its own: bash .ci/hosts")
@@ -33,8 +34,7 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
     spec = model_registry("debugmodel")
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    with torch.device("meta"):
-        model = spec.model.build()
+    model = on_meta(spec.model.build)
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     dims = parallel_dims.ParallelDims.from_config(parallelism, world_size=2)
     model = spec.parallelize_fn(
@@ -54,11 +54,9 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
     for step in range(3):
         generator = torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
         ids = torch.randint(2048, (2, 32), generator=generator)
-        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
-        loss.backward()
+        loss = backward(torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()))
         losses += [loss.item(), clip_grad_norm_(list(model.parameters()), 1.0).item()]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     regions = sum(is_checkpointed(module) for module in model.modules())
     return losses, [p.to_local().detach().clone() for p in model.parameters()], regions
 

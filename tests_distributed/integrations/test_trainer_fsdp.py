@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like import apply_activation_checkpointing
+from tests.checks import update
 from tests.models import decoders
 from tests.models.decoders import batch, build, loss_of
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -46,16 +47,38 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 MODES = ("full", "selective", "submodule", "sequential", "50%")
 
 
+def accelerate_launch(folder: Path, config: str) -> list[str]:
+    """The words that start a job with FSDP2, whose file is written to `folder`."""
+    (folder / "fsdp2.yaml").write_text(CONFIG + config, encoding="utf-8")
+    return ["accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml")]
+
+
+def start(*words: str, how: Any = subprocess.Popen, **more: Any) -> Any:
+    """Start ``python -m`` with these words, on CPUs alone."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *words]
+    return how(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more)
+
+
+def run(*words: str) -> None:
+    """The same, to an end that must be good."""
+    done = start(*words, how=subprocess.run, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
 def launch(folder: Path, config: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """What each job left behind."""
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    (folder / "fsdp2.yaml").write_text(CONFIG + config, encoding="utf-8")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "fsdp2.yaml", JOB, folder]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    run(*accelerate_launch(folder, config), str(JOB), str(folder))
     return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in jobs}
+
+
+def rows(length: int = 16, kinds: int = 32) -> list[dict[str, torch.Tensor]]:
+    """Rows with prompts of several lengths, which do not count: the mean is over the tokens of all ranks."""
+    ids = [decoders.batch(1, length, seed=index % kinds)[0] for index in range(32)]
+    prompts = [torch.arange(length) < index % 9 for index in range(32)]
+    return [{"input_ids": row, "labels": row.masked_fill(prompt, -100)} for row, prompt in zip(ids, prompts)]
 
 
 def losses(result: dict[str, Any]) -> torch.Tensor:
@@ -66,12 +89,11 @@ def losses(result: dict[str, Any]) -> torch.Tensor:
 
 
 def _alone(rank: int, world_size: int, folder: str) -> list[float]:
-    from tests.models import decoders
-    from tests_distributed.integrations.launched_trainer import Arguments, Rows, Trainer, settings
+    from tests_distributed.integrations.launched_trainer import Arguments, Trainer, settings
 
     trainer = Trainer(
-        model=decoders.build("qwen3"), args=Arguments(output_dir=folder, **settings), train_dataset=Rows(),
-        eval_dataset=Rows(), ac="none",
+        model=decoders.build("qwen3"), args=Arguments(output_dir=folder, **settings), train_dataset=rows(),
+        eval_dataset=rows(), ac="none",
     )  # fmt: skip
     trainer.train()
     return losses({"log": trainer.state.log_history}).tolist()
@@ -152,19 +174,6 @@ def test_what_accelerates_config_file_does_beside_us_is_refused(tmp_path: Path) 
 STEPS = 12
 
 
-class CutRows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Rows of 15 tokens with prompts of several lengths, which do not count."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = decoders.batch(1, 15, seed=index % 4)[0]
-        labels = ids.clone()
-        labels[: index % 9] = -100
-        return {"input_ids": ids, "labels": labels}
-
-
 def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[float]:
     from nemo_like.integrations.transformers import CheckpointingMixin
 
@@ -176,8 +185,8 @@ def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[
         learning_rate=3e-3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=5,
     )  # fmt: skip
     trainer = Trainer(
-        model=decoders.build("qwen3"), args=arguments, train_dataset=CutRows(), eval_dataset=CutRows(), ac="selective",
-        cp=cp, loss=loss,
+        model=decoders.build("qwen3"), args=arguments, train_dataset=rows(15, 4), eval_dataset=rows(15, 4),
+        ac="selective", cp=cp, loss=loss,
     )  # fmt: skip
     trainer.train()
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -215,8 +224,7 @@ def _train(rank: int, world_size: int, ac: str) -> tuple[list[float], list[str]]
     for step in range(3):
         loss = loss_of(model, batch(2, 16, seed=2 * step + rank))
         accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses.append(loss.item())
     return losses, sorted({name for name, module in model.named_modules() if isinstance(module, FSDPModule)})
 

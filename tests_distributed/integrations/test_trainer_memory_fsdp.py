@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests_distributed.integrations.test_trainer_fsdp import CONFIG
+from tests_distributed.integrations.test_trainer_fsdp import accelerate_launch, run
 
 pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
 pytest.importorskip("peft", reason="the extra 'hosts' is not installed")
@@ -22,14 +19,8 @@ JOB = Path(__file__).with_name("launched_memory.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("memory")
-    (folder / "fsdp2.yaml").write_text(CONFIG + "mixed_precision: 'no'\n", encoding="utf-8")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "fsdp2.yaml", JOB, folder]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
-    loaded: dict[str, Any] = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
-    return loaded
+    run(*accelerate_launch(folder, "mixed_precision: 'no'\n"), str(JOB), str(folder))
+    return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.long  # ten trainings of three trainers on two ranks, 45 s in all

@@ -16,6 +16,7 @@ from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe
 from nemo_like.recipes import pretrain
+from tests.checks import labelled
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.counting import heard
@@ -27,8 +28,7 @@ pytest.importorskip("transformers")
 def _run(rank, world_size, limit, pins):
     best = fit(llama(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
     model = parallelize(llama(), device="cpu", **best.kwargs())
-    ids = torch.randint(512, (best.layout.micro_batch, 64))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = labelled(torch.randint(512, (best.layout.micro_batch, 64)))
     return best.call(), best.peak_bytes, loop_peak_bytes(model, batch, microbatches=best.layout.grad_accum)
 
 
@@ -51,8 +51,7 @@ def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
 def _run_stages(rank, world_size, limit, pins):
     best = fit(llama(4), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
     pipeline = parallelize(llama(4), device="cpu", **best.kwargs())
-    ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
-    peak = pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
+    peak = pipeline_peak_bytes(pipeline, labelled(torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))))
     return best.call(), best.peak_bytes, peak, _train_on_more(pipeline)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from nemo_like import Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
+from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
-from nemo_like.planning import Plan
+from nemo_like.planning import Plan, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, labelled, step, update
 from tests.planning.queries import plan_of
 from tests_distributed.allocated import allocator_events, step_peak_bytes
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -38,8 +40,7 @@ def _build(name: str = "LlamaConfig", layers: int = 6) -> Any:
 
 
 def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+    return labelled(torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,11 @@ def test_a_budget_beside_tp(
         first = first or found
         assert_bitwise(found, first, ac)
         optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
         def one(optimizer: Any = optimizer, model: Any = model) -> None:
             model(**_batch()).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
         measured = step_peak_bytes(model, optimizer, one)
         said = [0]  # by the first rank, for all
@@ -105,7 +104,7 @@ def test_actions_are_those_of_torch() -> None:
     assert " ".join(map(str, first)) == "0F0 0F1 0B0 0B1"
 
 
-def test_early_stages_of_1f1b_keep_less_of_each_microbatch() -> None:
+def test_early_stages_of_1f1b_keep_less_of_each_microbatch(tmp_path: Path) -> None:
     pp = PipelineParallel(3, microbatches=6)
     query = _query(pp)
     assert [query.most_in_flight(index) for index in range(3)] == [3, 2, 1]
@@ -114,16 +113,9 @@ def test_early_stages_of_1f1b_keep_less_of_each_microbatch() -> None:
     first, last = held["model.layers.0"], held["model.layers.5"]
     assert len(held) == 6 and first < last
     assert plan.step["balance"] == query.counts and plan.peak_bytes <= 6 << 20
-    loaded = Plan.load(_saved(plan))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.only(["model.layers.0"]).layers == (loaded.layers[0],)
-
-
-def _saved(plan: Plan) -> str:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile(suffix=".json", delete=False) as file:
-        plan.save(file.name)
-    return file.name
 
 
 def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
@@ -160,9 +152,6 @@ def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
 
 
 def _plan(rank, world_size, budget):
-    from nemo_like.models import resolve_model
-    from nemo_like.planning import plan_for
-
     source = resolve_model("llama-tiny")
     # Other ranks look at other inputs: only rank 0's counts, or plans would differ.
     return plan_for(source.build("meta"), ac=budget, sample_input=source.sample_input(1, 32 + 8 * rank), gpu="cpu")
@@ -185,9 +174,6 @@ def test_all_ranks_get_the_error_of_rank_zero():
 
 
 def _replicated(rank, world_size):
-    from nemo_like.models import resolve_model
-    from nemo_like.planning import plan_for
-
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(1, 32)
     asked = {"ac": "100%", "sample_input": sample, "gpu": "cpu"}
@@ -195,8 +181,6 @@ def _replicated(rank, world_size):
 
 
 def test_the_number_of_replicas_says_how_far_parameters_are_sharded():
-    from nemo_like.models import resolve_model
-
     params = 4 * sum(p.numel() for p in resolve_model("llama-tiny").build("meta").parameters())
     (fsdp, hsdp), again = run_ranks(4, _replicated, timeout=180)[:2]
     assert [fsdp, hsdp] == again == [params // 4, params // 2]

@@ -15,6 +15,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from tests.checks import update
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import on_ranks
 
@@ -147,8 +148,7 @@ class _Evaluating(Loop):
     def step(self) -> None:
         self._loss().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer)
         self.model.eval()
         with torch.no_grad():
             self.model(**self.batch)

@@ -78,10 +78,7 @@ def _killed_in_the_result(rank: int, world_size: int, folder: str, steps: int) -
 
 
 def _write(folder: Path, content: bytes) -> None:
-    def write(target: Path) -> None:
-        (target / "model.safetensors").write_bytes(content)
-
-    replace_folder(folder, write)
+    replace_folder(folder, lambda target: (target / "model.safetensors").write_bytes(content) and None)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.recipes.finetune_files import make_model, questions, write_lines
-from tests_distributed.integrations.test_trainer_fsdp import CONFIG
+from tests_distributed.integrations.test_trainer_fsdp import accelerate_launch, run, start
 from tests_distributed.recipes.pretrain_job import ranks_of, wait_for
 
 pytest.importorskip("trl", reason="the extra 'finetune' is not installed")
@@ -33,22 +31,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model", make_model(folder / "model"), "--data", data, *STEPS.split()]
 
 
-def _start(kind: str, folder: Path, options: list[str]) -> subprocess.Popen[str]:
+def _words(kind: str, folder: Path, options: list[str]) -> list[str]:
     if kind == "fsdp2":
-        (folder / "fsdp2.yaml").write_text(CONFIG + "mixed_precision: 'no'\n", encoding="utf-8")
-        launcher = ["accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml"), str(FSDP2)]
-    else:
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nemo_like", "finetune"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *launcher, *options]
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def _run(kind: str, folder: Path, options: list[str]) -> None:
-    process = _start(kind, folder, options)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output[-4000:]
+        return [*accelerate_launch(folder, "mixed_precision: 'no'\n"), str(FSDP2), *options]
+    return ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nemo_like", "finetune", *options]
 
 
 def _trained(folder: Path) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -62,13 +48,13 @@ def _trained(folder: Path) -> tuple[dict[str, torch.Tensor], list[Any]]:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_loses_nothing(files: list[str], tmp_path: Path, kind: str, line: list[str]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    _run(kind, tmp_path, [*files, *line, "--output", str(whole), "--ac", "none"])
-    killed = _start(kind, tmp_path, [*files, *line, "--output", str(cut), "--ac", "none"])
+    run(*_words(kind, tmp_path, [*files, *line, "--output", str(whole), "--ac", "none"]))
+    killed = start(*_words(kind, tmp_path, [*files, *line, "--output", str(cut), "--ac", "none"]))
     wait_for(lambda: (cut / "checkpoint-2" / "trainer_state.json").exists(), killed)
     os.kill(ranks_of(killed)[1], signal.SIGKILL)
     output, _ = killed.communicate(timeout=60)
     assert killed.returncode != 0 and not (cut / "adapter").exists() and not (cut / "model").exists(), output[-4000:]
-    _run(kind, tmp_path, [*files, *line, "--output", str(cut), "--ac", "full", "--resume"])
+    run(*_words(kind, tmp_path, [*files, *line, "--output", str(cut), "--ac", "full", "--resume"]))
     (weights, losses), (again, same) = _trained(whole), _trained(cut)
     assert losses == same and len(losses) == 6
     assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)

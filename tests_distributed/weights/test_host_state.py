@@ -22,6 +22,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import ParameterForms, sharding_of
+from tests.checks import labelled
 from tests.models.fit_models import llama
 from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
@@ -134,8 +135,7 @@ def test_what_is_on_the_device_is_what_was_gathered_and_computed(precision: str 
 def test_on_the_cpu_nothing_is_left_out(rank: int, world_size: int) -> None:
     """There, host and device memory are one."""
     fsdp = FSDP2(cpu_offload=True)
-    ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
-    sample = {"input_ids": ids, "labels": ids}
+    sample = labelled(torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank)))
     query = PlanQuery.from_model(
         llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu"))
     )

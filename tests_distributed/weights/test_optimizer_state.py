@@ -16,6 +16,7 @@ from nemo_like import parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
 from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore
+from tests.checks import backward, seeded, update
 from tests_distributed.spawn import on_ranks
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -50,17 +51,14 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def _build(seed: int, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = parallelize(Parts(), strategy="fsdp2", ac="none", device="cpu")
+    model = parallelize(seeded(Parts, seed=seed), strategy="fsdp2", ac="none", device="cpu")
     return model, OPTIMIZERS[optimizer](model)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, use: bool = True) -> float:
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
-    loss = model(inputs, use)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    loss = backward(model(inputs, use))
+    update(optimizer)
     return loss.item()
 
 

@@ -22,7 +22,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_model_state,
     set_optimizer_state,
 )
-from tests.checks import assert_bitwise, same
+from tests.checks import assert_bitwise, same, update
 from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -53,8 +53,7 @@ def _make(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(tokens()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
