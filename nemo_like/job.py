@@ -543,24 +543,22 @@ def _of_code(job: Job) -> Iterator[str]:
             f"precision is 'fp8-gather' with tp={job.tp.size}: torchao gathers no weights in float8 that tp has split. Use "
             "precision='fp8'.",
         ),
-        (
-            isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state,
-            f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'.",
-        ),
     )
+    if isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state:
+        yield f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
 
 
 def _of_stages(job: Job) -> Iterator[str]:
     """Options that the stages of a pipeline, or shards that are gathered again, do not have."""
     if job.pp.split is not None:
         unplanned = "no plan is made for those; a mode such as 'selective' is"
-        own = "with split=, whose stages are the caller's own"
-        uncut = "the tensors they send are not cut along the sequence"
-        yield from _holding(
-            (isinstance(job.ac, MemoryBudget), f"ac is {job.ac} {own}: {unplanned}. Leave one of the two out."),
-            (_is_plan(job.ac), f"ac is a plan {own}: {unplanned}. Leave one of the two out."),
-            (job.cp.size > 1, f"cp is {job.cp.size} {own}: {uncut}. Leave one of the two out."),
-        )
+        for owner, is_asked, reason in (
+            (f"ac is {job.ac}", isinstance(job.ac, MemoryBudget), unplanned),
+            ("ac is a plan", _is_plan(job.ac), unplanned),
+            (f"cp is {job.cp.size}", job.cp.size > 1, "the tensors they send are not cut along the sequence"),
+        ):
+            if is_asked:
+                yield f"{owner} with split=, whose stages are the caller's own: {reason}. Leave one of the two out."
     fsdp = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
     stays = not unit_reshards(in_stage(fsdp), "layer") or job.pp.size == 1 or job.world_size == job.pp.size
     if not stays and job.pp.facts.splits_backward:

@@ -28,7 +28,7 @@ def check_early(args: argparse.Namespace) -> None:
     for name, (word, least) in args.own.least.items():
         for value in _each(values.get(name)):
             if isinstance(value, int | float):  # not the word of a search
-                check_number(word, value, least)
+                check_number(word, value, least, "whole number" if isinstance(value, int) else "finite number")
     gpus = values.get("gpus", values.get("world_size"))
     of_axes = {name: [*_each(values.get(name))] for name in _AXES}
     sizes = {

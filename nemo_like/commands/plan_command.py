@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
 
     from nemo_like.job import Job
     from nemo_like.planning.model.inputs import ModelInput
-    from nemo_like.planning.predict import SizeSearch
     from nemo_like.planning.query import PlanQuery
 
 EXAMPLES = (
@@ -82,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.models import most_positions, resolve_model
     from nemo_like.planning.devices import device_of
-    from nemo_like.planning.predict import SizeSearch, answered
+    from nemo_like.planning.predict import answered, searched_size
     from nemo_like.planning.report import WhatIf, what_if
 
-    search = SizeSearch.from_words(args.world_size, args.seq_len, args.batch_size)
+    search = searched_size(gpus=args.world_size, seq_len=args.seq_len, batch_size=args.batch_size)
     limit = None if args.memory is None else parse_bytes(args.memory, "--memory")
     _check(args)
     source = resolve_model(args.model)
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     query, step, inputs = traced_step(args, source, job)
     if args.calibrate_from is not None:
-        if search != SizeSearch():
+        if search:
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
         return run(_calibrated(args, query))
     step, query, report = answered(step, search, args.model, args.budget, limit, query)
@@ -169,7 +168,7 @@ WAYS_OUT = (
 )
 
 
-def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int | None) -> argparse.Namespace:
+def _with_a_start(args: argparse.Namespace, search: str, positions: int | None) -> argparse.Namespace:
     """Return `args` with the number where the search begins in place of ``min`` or ``max``.
 
     positions: the most tokens that the model takes; None: its config does not state it.
@@ -177,11 +176,11 @@ def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int |
     from nemo_like.planning.report import gpu_unit
 
     starts = {
-        "world_size": (search.gpus, gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate)),
-        "seq_len": (search.seq_len, min(SEQ_LEN, positions or SEQ_LEN)),
-        "batch_size": (search.batch, BATCH_SIZE),
+        "gpus": ("world_size", gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate)),
+        "seq_len": ("seq_len", min(SEQ_LEN, positions or SEQ_LEN)),
+        "batch_size": ("batch_size", BATCH_SIZE),
     }
-    return argparse.Namespace(**(vars(args) | {name: size for name, (searched, size) in starts.items() if searched}))
+    return argparse.Namespace(**(vars(args) | dict([starts[search]] if search else [])))
 
 
 def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -98,7 +98,7 @@ def predict(
         sample_input,
         dtype,
     )
-    search = SizeSearch.from_words(gpus, seq_len, batch_size)
+    search = searched_size(gpus=gpus, seq_len=seq_len, batch_size=batch_size)
     limit = None if memory is None else step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
@@ -132,36 +132,30 @@ def step_of(
     return Step(built, job, given, batch_size, own_length), name
 
 
-@dataclass(frozen=True)
-class SizeSearch:
-    """Size that is searched for, at most one of the three."""
+_SEARCHED = {"gpus": "min", "seq_len": "max", "batch_size": "max"}
 
-    gpus: bool = False
-    seq_len: bool = False
-    batch: bool = False
 
-    @classmethod
-    def from_words(cls, gpus: object, seq_len: object, batch: object) -> SizeSearch:
-        """Read ``"min"`` and ``"max"``.
+def searched_size(**sizes: object) -> str:
+    """Return the name of the one of these sizes, out of `_SEARCHED`, that is searched for; empty: none is.
 
-        Raises:
-            ValueError: more than one is requested.
-        """
-        search = cls(gpus == "min", seq_len == "max", batch == "max")
-        if search.gpus + search.seq_len + search.batch > 1:
-            raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
-        return search
+    Raises:
+        ValueError: several are.
+    """
+    searched = [name for name, size in sizes.items() if size == _SEARCHED[name]]
+    if len(searched) > 1:
+        raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
+    return "".join(searched)
 
 
 def answered(
     step: Step,
-    search: SizeSearch,
+    search: str,
     name: str,
     budgets: Sequence[str] = (),
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
-    """Return `step` with the searched size set to the answer of `search`, its query, and its report.
+    """Return `step` with the size `search` (`searched_size`) set to the answer, its query, and its report.
 
     Args:
         step: the step; its own value of the searched size is where the search begins.
@@ -179,7 +173,7 @@ def answered(
     return step, query, replace(report, answer=answer)
 
 
-def _asked(step: Step, search: SizeSearch, limit: int | None, name: str) -> tuple[Step, str]:
+def _asked(step: Step, search: str, limit: int | None, name: str) -> tuple[Step, str]:
     job = step.job
 
     def needs(**change: Any) -> int:
@@ -189,19 +183,19 @@ def _asked(step: Step, search: SizeSearch, limit: int | None, name: str) -> tupl
 
     device = device_of(job)
     most = step_limit(device) if limit is None else limit
-    if search.gpus:
+    if search == "gpus":
         counts = gpu_counts(job, device.gpus_per_node)
         best = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
         if best is None:
             raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")
         return replace(step, job=job.change(world_size=best)), f"Fewest GPUs: {best:,}."
-    if search.batch:
+    if search == "batch_size":
         best = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
         if not best:
             raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
         more = " or more" if best == MOST_SEQUENCES else ""
         return replace(step, batch=best), f"Largest micro-batch: {best:,}{more}."
-    if search.seq_len:
+    if search == "seq_len":
         if not step.seq_len:
             raise ValueError(f"{name} has a sample input, whose length is not known: none can be searched for.")
         known = most_positions(getattr(step.model, "config", None))

@@ -22,7 +22,7 @@ from nemo_like.distributed.launch import checked_device, current_device
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.fake.outside_state import context_variables_put_back
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
-from nemo_like.profiling.measured_step import LossFn, clock_for, counter_of, spread, step_loss
+from nemo_like.profiling.measured_step import LossFn, clock_for, counter_of, spread, step_loss, zero_gradients
 from nemo_like.profiling.profile_report import MB, LayerProfile, Moment, ProfiledCall, ProfileReport, enough_layers
 from nemo_like.torch_compat import left_to_python, tree_map
 
@@ -228,9 +228,7 @@ class MemoryProfiler:
         sample = tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, sample_input)
         model = model_copy(self._model, runs_kernels=True).train()
         copies = dict(zip(self._model.modules(), model.modules()))
-        for parameter in model.parameters():
-            # Zeros rather than None: accumulating gradients then costs the same in every run.
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        zero_gradients(model)  # and not None: accumulating gradients then costs the same in every run
         run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
         with random_numbers_put_back(self._device), context_variables_put_back(), torch.enable_grad():
             step_loss(model, sample, self._loss_fn).backward()  # first-call costs are not a layer's
