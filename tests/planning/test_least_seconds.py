@@ -87,7 +87,7 @@ def _drawn(draw: random.Random, models: Sequence[str], compilers: Sequence[str |
     )
     job = Job.of(
         world_size=tp * cp * pp * shards,
-        cp=ContextParallel(cp, pick(CONTEXT_METHODS)),
+        cp=ContextParallel(cp, pick(tuple(CONTEXT_METHODS))),
         gpu=pick(known_devices()),
         precision=pick([None, "bf16", "bf16", "fp8"]),
         strategy=FSDP2(cpu_offload=pp == 1 and draw.random() < 0.1),
