@@ -12,7 +12,7 @@ from torch import nn
 
 from nemo_like import FSDP2, DryRun, Job, OptimizerInBackward, StepSpec, dry_run, optimizer_in_backward, parallelize
 from nemo_like.fake_rank import SAME
-from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.rank import parts_at_peak
 from nemo_like.planning.query import PlanQuery
 from tests.checks import on_meta, same, seeded, update, weights_of
 from tests.models.blocks import Stack
@@ -158,9 +158,9 @@ def test_a_compiled_layer_has_the_temporaries_of_an_update_too() -> None:
         job = Job.of("single", ac="none", compile=compile, gpu="h100-80gb", layers="layers.*",
                      step=StepSpec(optimizer="adamw-foreach", in_backward=True))  # fmt: skip
         query = PlanQuery.from_model(model, torch.zeros(1, WIDTH, device="meta"), job)
-        parts.append(peak_of(query, query.uniform("none")))
+        parts.append(parts_at_peak(query, 0, query.uniform("none")))
     # A layer has one weight: its gradient and the temporary of its update, beside the gradients of input and output.
-    assert [part.parts["running layer"] for part in parts] == [2 * size + 2 * 4 * WIDTH] * 2
+    assert [part["running layer"] for part in parts] == [2 * size + 2 * 4 * WIDTH] * 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from nemo_like import Job, parallelize
 from nemo_like._util.tensors import tensors_in
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import ParameterForms, sharding_of
 from tests.checks import labelled
@@ -118,7 +118,7 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     sizes = sum(
         unit.host_shard * (2 if unit.reshard and unit.kind != "embedding" else 1) + unit.host_grad for unit in units
     )
-    return [predicted.total, measured, sizes, sum(copied), predicted.parts]
+    return [predicted.total, measured, sizes, sum(copied), parts_at_peak(query, 0, query.uniform("full"))]
 
 
 @pytest.mark.few(1)
