@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from nemo_like import ContextParallel, PipelineParallel, predict
+from nemo_like import ContextParallel, Job, PipelineParallel, predict
 from nemo_like.distributed.context import check_context_parallel
+from nemo_like.options.parallel import CONTEXT_METHODS
 from nemo_like.planning.device_table import device_table
 from nemo_like.planning.fit import fit
+from nemo_like.planning.query import PlanQuery
+from tests.models.expert_families import tokens
 from tests.models.families import FAMILIES
+from tests.models.tiny import labelled
 from tests.registered import KNOWN, WORD, register
 
 
@@ -27,6 +31,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 def _numbers(report: Any, names: tuple[str, ...]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in names} for row in report.to_dict().get("rows", report.to_dict().get("candidates"))]
+
+
+@pytest.mark.parametrize("word", CONTEXT_METHODS)
+def test_facts_of_a_method_are_those_of_the_operators_that_it_runs(word: str) -> None:
+    job = Job.of(world_size=2, cp=ContextParallel(2, word), gpu="h100-80gb")
+    query = PlanQuery.from_model(FAMILIES["llama"].build(), labelled(tokens(2, 64) % 48), job)
+    records = query.stages[0].part.problems[0].records
+    assert (sum(record.gathered for record in records) > 0) == CONTEXT_METHODS[word].gathers_again
 
 
 # 3 s each: a plan of two stages, and a search.

@@ -6,6 +6,7 @@ Nothing here imports torch, and a module imports it only when its command runs.
 import argparse
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 from nemo_like._util.console import write_text
 from nemo_like.recipes import JOBS
@@ -31,6 +32,10 @@ COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in grou
 
 # The help of ``--lora``.
 LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
+# Options that several commands have alike, without their words.
+MODEL: dict[str, Any] = {"help": "a preset (llama3-8b, ...), a config.json, or module:function"}
+STORED: dict[str, Any] = {"default": "fp32", "help": "parameters as stored (default: %(default)s)"}
+WIDE: dict[str, Any] = {"action": "store_true", "help": "print all columns, however narrow the screen is"}
 # The help of ``--vocab-size``.
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 

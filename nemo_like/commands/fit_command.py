@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import flag, refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
-from nemo_like.commands import LORA, print_report, settings_options
+from nemo_like.commands import LORA, MODEL, STORED, WIDE, print_report, settings_options
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import write_to
-from nemo_like.commands.step_options import MODEL, STORED, WIDE, refuse_host_memory
+from nemo_like.commands.step_options import refuse_host_memory
 from nemo_like.flags import CONFIGURATIONS, FLAGS, SEQ_LEN, flags_of, flags_on, job_of, options_of, pins_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 

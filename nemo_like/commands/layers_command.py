@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
-from nemo_like.commands import print_report
-from nemo_like.commands.step_options import WIDE
+from nemo_like.commands import WIDE, print_report
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs

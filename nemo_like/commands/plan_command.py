@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
-from nemo_like.commands import print_report, settings_options, step_options
+from nemo_like.commands import MODEL, WIDE, print_report, settings_options, step_options
 from nemo_like.commands.settings_options import write_to
 from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.flags import BATCH_SIZE, EVERY_AC, SEQ_LEN
@@ -36,7 +36,7 @@ EXAMPLES = (
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **step_options.OPTIONS,
-    "--model": {**step_options.MODEL, "required": True},
+    "--model": {**MODEL, "required": True},
     "--budget": {
         "action": "append",
         "default": [],
@@ -57,7 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "also print the parts of the peak, and the meaning of the columns",
     },
     "--no-what-if": {"dest": "what_if", "action": "store_false", "help": "plan for no change of the job"},
-    "--wide": step_options.WIDE,
+    "--wide": WIDE,
     "--check": {
         "action": "store_true",
         "help": "also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "

@@ -6,8 +6,7 @@ from typing import Any
 
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
-from nemo_like.commands import VOCAB_SIZE, print_report
-from nemo_like.commands.step_options import WIDE
+from nemo_like.commands import VOCAB_SIZE, WIDE, print_report
 from nemo_like.options import parse_bytes, parse_dtype
 
 EXAMPLES = (

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread, whole_or
-from nemo_like.commands import LORA, VOCAB_SIZE
+from nemo_like.commands import LORA, MODEL, STORED, VOCAB_SIZE
 from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, flags_of, flags_on, job_of, options_of
 from nemo_like.options import FLOAT8, normalise, parse_dtype
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
 JOB_FLAGS = flags_on("plan")
 
 
-MODEL = {"help": "a preset (llama3-8b, ...), a config.json, or module:function"}
-STORED = {"default": "fp32", "help": "parameters as stored (default: %(default)s)"}
-WIDE = {"action": "store_true", "help": "print all columns, however narrow the screen is"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "--model": MODEL,
     **options_of(JOB_FLAGS, precision=PRECISION),

@@ -34,7 +34,7 @@ from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import Step, row_of
 from nemo_like.transformers_compat import text_config
 
-# StepParts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently.
+# Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently.
 GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
     "weights": (MemoryKind.WEIGHTS, MemoryKind.MORE_WEIGHTS),
     "gradients": (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS),

@@ -17,7 +17,7 @@ _FREE = 0.10  # Share of reserved bytes that must be free to be called fragmenta
 _IDLE = 0.5  # A stream is idle that has allocated nothing in the second half of the recording.
 _STEPS = 3  # Steps that must leave something behind, to be called growth.
 _FORWARD = {MemoryKind.ACTIVATIONS, MemoryKind.LOSS, MemoryKind.OF_FORWARD}
-# StepParts of which a step should leave nothing behind.
+# Parts of which a step should leave nothing behind.
 _LEFT = {
     MemoryKind.SCRIPT,
     MemoryKind.OF_BACKWARD,

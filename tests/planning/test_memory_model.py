@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from nemo_like.planning import plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.memory_model.storages import Bytes, Event, Events, LogRun
 from nemo_like.planning.model.capture import trace_model
-from nemo_like.planning.predictions.rank import RankSteps, parts_at_peak, peak_of
+from nemo_like.planning.predictions.rank import RankSteps, later_step, parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded
@@ -93,6 +94,24 @@ def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str
     traced = PlanQuery.from_model(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
     for each in STEPS:
         _check(traced.under(replace(traced.job, step=each)), 0, mode)
+
+
+def test_attention_with_several_outputs_waits_in_cpu_memory_by_both_readers() -> None:
+    """A GPU's fused attention saves its output and statistics: two storages, of which each is moved in each layer."""
+    offload = OffloadConfig("saved", min_bytes=1, max_inflight_bytes=1)  # the copies have ended
+    job = Job.of(gpu="h100-80gb", precision="bf16", offload=offload, world_size=4)
+    query = PlanQuery.from_model(_model(), _sample(), job)
+    alive: list[list[int]] = []
+    for reader in (Bytes(), Events()):
+        levels: list[int] = []
+        with mock.patch.object(reader, "mark", lambda where: levels.append(_alive(reader))):  # noqa: B023
+            later_step(query, 0, query.uniform("selective"), reader)
+        alive.append(levels)
+    assert alive[0] == alive[1] and len(alive[0]) > 10
+
+
+def _alive(reader: Bytes | Events) -> int:
+    return reader.total if isinstance(reader, Bytes) else sum(reader.sizes.values())
 
 
 @pytest.mark.few(1)
