@@ -1,7 +1,5 @@
 """What PyTorch's CPU allocator gives out: the judge of counted bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How models are built, trained by a step, and compared: loss and gradients, to the bit, and errors by their text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One thread per process: the models here are so small that a thread pool would only make them wait for each other."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Toys for each registry of options: objects of others under a word of their own, so that all numbers are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

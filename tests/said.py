@@ -1,7 +1,5 @@
 """What the library logged, without what the packages it imports say of themselves while they are imported."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

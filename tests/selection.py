@@ -4,8 +4,6 @@
 - ``NEMO_LIKE_PART=2/10`` in the environment: of the long tests every tenth, from the second on (`.ci/nightly`).
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

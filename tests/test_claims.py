@@ -1,7 +1,5 @@
 """Claims of the pages that no screen has, each run on a tiny model or compared with the file that it comes from."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import io

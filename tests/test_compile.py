@@ -1,7 +1,5 @@
 """Per-layer compilation: the same gradients, the same names, and the partitioner keeps what the policy says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Judges: the checks of the kernels in PyTorch's source, named beside each rule (`
 products also torch's own, which run on fake CUDA tensors.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections import Counter

@@ -1,7 +1,5 @@
 """Causal attention of a part by blocks of keys: values on the CPU, and the kernels and bytes of a GPU on fake tensors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What context parallelism refuses before the first change, and what fails once its forward runs without values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -13,8 +13,6 @@ of two things:
 Above a block of another language, ``<!-- file: NAME -->`` writes it to a file that the Python blocks read.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

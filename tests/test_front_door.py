@@ -1,7 +1,5 @@
 """The front door on one device: what it accepts and refuses; and one `Job` for every front, which all say the same of it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

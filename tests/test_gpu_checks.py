@@ -1,7 +1,5 @@
 """The driver of `bash .ci/gpu`: what ends one check is a row, and the others go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A plan and a profile run a copy of the caller's model, and change nothing of it."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import itertools

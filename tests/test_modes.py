@@ -1,7 +1,5 @@
 """Every mode gives the loss and gradients of the original model, to the bit: models, modes of other rooms, float8."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import Counter

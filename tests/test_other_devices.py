@@ -3,8 +3,6 @@
 Judge: torch's own answers of such a machine, put in the place of this one's.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

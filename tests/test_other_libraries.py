@@ -4,8 +4,6 @@
 one is missing.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import sys

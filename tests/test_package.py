@@ -1,7 +1,5 @@
 """The package: public names, what imports what, its version, and files that are the old ones or whole new ones."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import importlib

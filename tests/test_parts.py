@@ -1,7 +1,5 @@
 """How parts are cut: FSDP2's units by dtype, micro-batches of a pipeline and what each counts, rows of a block mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

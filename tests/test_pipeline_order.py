@@ -1,7 +1,5 @@
 """The order in which ranks of a pipeline send and receive in an evaluation, where each send waits for its receive."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Arguments that would be accepted, or ignored, and give something else than was asked for."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import OrderedDict

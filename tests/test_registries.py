@@ -1,7 +1,5 @@
 """A method of context parallelism, a schedule, an optimizer or a GPU that is put into its registry is known everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is promised of SelectiveCheckpointer and ActivationCheckpointTransform, with counted bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The numbers by which verification compares two tensors."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """A call that is refused says what was given and why, and leaves the model untouched: one table of calls."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes that the CPU allocator says a training step peaks at, for a loop written as somebody might write it."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

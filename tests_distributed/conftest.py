@@ -1,7 +1,5 @@
 """One thread per process, and the server of `tests_distributed.spawn` ended with the session."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What happens while a block runs: operators, collectives among them, and what our logger says."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from typing import Any

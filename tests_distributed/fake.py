@@ -1,7 +1,5 @@
 """One process that stands for one rank of a large job: torch's ``fake`` back end, whose collectives do nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What test_launch.py starts with torchrun: object collectives, and then one of several ways to end."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """A small model of two blocks that a test brings, for experts of plain PyTorch modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

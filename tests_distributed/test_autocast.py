@@ -4,8 +4,6 @@ Judge: torch's autocast on the plain model. torch has no rule of autocast for an
 and a new one fails until it is: it computes, and gets what the plain kernel gets, or it only moves what it is given.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from typing import Any

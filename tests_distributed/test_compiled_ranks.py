@@ -1,7 +1,5 @@
 """Compiled layers on ranks that split weights or sequences, held against the plain model that one process trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

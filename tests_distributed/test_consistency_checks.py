@@ -1,7 +1,5 @@
 """What all ranks must have in common before a model is changed: options, layers, dtypes, shapes, and the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

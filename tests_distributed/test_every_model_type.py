@@ -1,8 +1,6 @@
 """Every model type of transformers that trains tiny in one process, on two ranks: with FSDP2, and with `ep=2` where its
 config has an expert plan. The judge is the process alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that are not there: next to two that are, and in one process what each of 8, 64 or 1024 would hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

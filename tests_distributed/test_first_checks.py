@@ -1,7 +1,5 @@
 """Comparisons of the first step take less memory than the step, whatever its length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``precision="fp8"`` on two gloo ranks (emulated on the CPU): beside ``tp`` and ``ep``, and beside a memory budget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

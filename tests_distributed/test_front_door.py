@@ -1,7 +1,5 @@
 """`parallelize` on several ranks: every mode to the bit, structure, communication, what strategies are told, refusals."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Joining and leaving a job: clean exits with torchrun, errors instead of hangs, and the documentation's examples."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The mesh: which axes it has, and that a wrong request is the same error on every rank."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``precision="mxfp8-emulated"`` on two gloo ranks: torchao's own gradients under FSDP2, and close ones with ``tp``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

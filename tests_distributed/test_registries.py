@@ -1,8 +1,6 @@
 """A method of context parallelism and a schedule that are put into their registries train as those that they are copies
 of."""
 
-from __future__ import annotations
-
 from nemo_like import ContextParallel
 from tests.registered import WORD, register
 from tests_distributed.context.cut_models import batch, build, wrong_in_modes

@@ -1,7 +1,5 @@
 """The helper that every other file here stands on."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

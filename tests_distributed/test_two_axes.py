@@ -1,7 +1,5 @@
 """FSDP2 over tensor parallelism: the step of one rank, and each helper is right on parameters that are cut up twice."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor

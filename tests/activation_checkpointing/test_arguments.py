@@ -1,7 +1,5 @@
 """Arguments and context variables of a region: recomputation finds them as forward did."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 from collections import OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """The key/value cache in training: off for the call where something is replayed; Gemma's sharing of keys and values."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

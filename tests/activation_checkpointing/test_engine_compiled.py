@@ -6,8 +6,6 @@ Dynamo's eye. Up to torch 2.13 the frames of PyTorch's own classes (`nn.Sequenti
 loop are in every release.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Everything but one forward and one backward: retained graphs, second derivatives, nesting, errors."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Blocks of transformers, a plain one and Reformer's: held bytes, routers that write in place. Known failures 2 and 3."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from typing import Any

@@ -6,8 +6,6 @@ docs/evidence/engine-property-tests.md:
     pytest tests/activation_checkpointing/test_engine_properties.py -m long
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

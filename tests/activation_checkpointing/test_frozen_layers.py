@@ -1,7 +1,5 @@
 """Frozen layers hold activations where an input needs a gradient; activated LoRA; models that take gradients in forward."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Callers' hooks inside checkpointed layers: those that only look on are called once, the others as often as they must."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The judge is the same model without checkpointing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Policies as objects, and `CheckpointSpec`: what they decide and refuse, combinations with regions, and who wraps."""
 
-from __future__ import annotations
-
 import gc
 import json
 import pickle

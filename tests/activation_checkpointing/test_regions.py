@@ -1,7 +1,5 @@
 """Regions and the functions that put them in place: names, lists, shared blocks, refusals."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Segments of layers as one region: bitwise gradients, counted bytes, and models that call layers in their own way."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """State that a module holds: restored for the recomputation, or refused by name. Its judge is the plain model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpointed timesteps: a spiking network on a spike-encoded task and PyTorch's own cells, memory counted."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

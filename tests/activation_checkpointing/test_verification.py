@@ -1,7 +1,5 @@
 """Verification of the first replay: when it runs, what it looks at, what it lets pass, and that it costs nothing later."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What every command shares: its examples, its quiet beginning, and a shell that completes it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import pkgutil

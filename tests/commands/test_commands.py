@@ -1,7 +1,5 @@
 """The commands `layers` and `plan`: a rank on fake tensors beside a plan, flags, models of `module:function`; surveys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrong input is refused in a line, before torch is imported, and what is near to it is named."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Snapshots as PyTorch writes them: of the records of real ones beside this file, and made step by step."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

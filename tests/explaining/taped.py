@@ -1,7 +1,5 @@
 """Snapshots of steps that run here: on real CPU tensors, or as one of many ranks on fake ones."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

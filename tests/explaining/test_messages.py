@@ -1,7 +1,5 @@
 """What out-of-memory messages say: 11 public texts, other forms, and damaged ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

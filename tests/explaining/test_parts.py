@@ -1,7 +1,5 @@
 """What blocks are, of published records and of planted causes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

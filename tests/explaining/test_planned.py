@@ -1,7 +1,5 @@
 """A recorded peak compared with the planned one, of published records and of steps that run here."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

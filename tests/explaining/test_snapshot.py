@@ -1,7 +1,5 @@
 """Files of others: nothing in them runs, and each has one line that says what is wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

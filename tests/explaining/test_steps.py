@@ -1,7 +1,5 @@
 """Steps that ran here, recorded: their parts, their layers, and causes that were planted in them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

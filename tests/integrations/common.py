@@ -1,7 +1,5 @@
 """What the tests of trainers share: settings of a short and silent run, words, and what a trained model has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The largest batch of a Trainer's job, tried before the first step; its plan; and advice where memory runs out."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -4,8 +4,6 @@ Both call the model more than once before a backward: a reference (another model
 GRPO, `generate` in between.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any

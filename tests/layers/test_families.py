@@ -1,7 +1,5 @@
 """Forty-two kinds of model: layers found, one training step under each mode bitwise equal to no checkpointing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

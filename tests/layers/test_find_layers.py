@@ -1,7 +1,5 @@
 """Which modules are a model's layers, in which group, and what a scope selects. Everything on the meta device."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The chunked loss is the plain one: values, gradients, every way of using a graph, and the bytes that it holds."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

@@ -1,7 +1,5 @@
 """`model(**batch).loss` in chunks is what it was: values, gradients, outputs, and what is said of the plain path."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

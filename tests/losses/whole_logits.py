@@ -1,7 +1,5 @@
 """The loss of whole logits that the chunked one is compared with."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Models as people fine-tune them: LoRA adapters, k-bit weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

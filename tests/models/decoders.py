@@ -3,8 +3,6 @@
 `build(name)` gives a model in training mode with dropout where its family has it; `loss_of(model, ids)` its mean loss.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

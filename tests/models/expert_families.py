@@ -3,8 +3,6 @@
 4 experts; 2 of them for each token (Llama 4: 1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

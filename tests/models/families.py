@@ -4,8 +4,6 @@
 fixed batch; a scalar loss) and `layers` (how many layers of each group must be found). Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The tiny models that layouts are looked for."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

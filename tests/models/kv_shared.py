@@ -1,7 +1,5 @@
 """Decoders whose last layers read the keys and values of earlier ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

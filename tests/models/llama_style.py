@@ -1,7 +1,5 @@
 """A block of Llama's shapes, written plainly: what planning is measured on by hand."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ A loop is a list of actions drawn by hypothesis. `run_loop` runs it on a model a
 outside after each action; the original model and a checkpointed one must give the same, to the bit, or the second an error.
 """
 
-from __future__ import annotations
-
 import contextvars
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A model whose sides MXFP8 fits, also split over two ranks, and torchao's own conversion of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A plain decoder as people write it after nanoGPT."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

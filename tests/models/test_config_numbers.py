@@ -1,7 +1,5 @@
 """A `config.json` with numbers that no model has is refused in one line, before anything is built."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

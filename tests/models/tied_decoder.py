@@ -1,7 +1,5 @@
 """A GPT-2 in plain PyTorch with separate projections, as tensor parallelism needs them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Small models for these tests, and what is asked of them again and again."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of the offloading tests: settings, stacks of layers, a step."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The simulated device reports a race by itself. On a GPU this file is the stream test under ``TORCH_CUDA_SANITIZER=1``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

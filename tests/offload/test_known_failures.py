@@ -1,7 +1,5 @@
 """Failures of other offloaders, one test for each report."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

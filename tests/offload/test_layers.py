@@ -1,7 +1,5 @@
 """`apply_offloading` on decoders: every mode, checkpointed and compiled; its errors; what it counts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Offloaded saved tensors are bit for bit what was saved, in every mode, and raise where autograd would."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Options: words and defaults, what they mean together, and that each refusal names its field."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

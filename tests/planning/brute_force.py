@@ -5,8 +5,6 @@ ask for, the bytes they keep and the cost of what they run; of two that ask for 
 dropped, which loses nothing.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Short ways to ask a `PlanQuery`, for tests."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What `nemo_like.planning.fit` has to find, by planning every layout in every way."""
 
-from __future__ import annotations
-
 from nemo_like.planning.fit.formula import BY_SPEED
 from nemo_like.planning.fit.report import host_bytes_of
 from nemo_like.planning.fit.search import Entry, PlannedLayout, Ranking, Search

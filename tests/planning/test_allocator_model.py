@@ -1,7 +1,5 @@
 """The model of CUDA's caching allocator: exact bytes for sequences whose answer follows from its rules."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Plans of models as people call them: with a cache in their config, and with an autocast of their own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Budgets for models that read more of layers than outputs: attributes, routers' logits; planned, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is planned of blocks of a few operators: what compiled ones move, leaves, kernels' scratch, untrained parts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

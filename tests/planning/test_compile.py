@@ -1,7 +1,5 @@
 """Plans under torch.compile: gradients and bytes as planned; at equal bytes against PyTorch's own partitioner."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes of compiled layers: the planner's, against what PyTorch's allocator gives out and its compiler saves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is traced for a CUDA device without one: CUDA's operators and what they keep. On a GPU, the same as really runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

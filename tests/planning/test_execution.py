@@ -1,7 +1,5 @@
 """Plans against execution: held bytes to the byte, gradients bitwise, op sequences, on real models and a plain block."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

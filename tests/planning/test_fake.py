@@ -1,7 +1,5 @@
 """What is real in a fake run, and models of which no plan is made: they look at values, or have weights in 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predictions against what runs: one model of each family that was once predicted wrong, and random jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fit`: the best configuration is found, runs, and takes what was predicted; wrong questions are refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

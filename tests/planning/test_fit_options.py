@@ -1,7 +1,5 @@
 """Options in `fit`: every field of a `Job` reaches the configurations or is refused by name; ``cpu_offload`` as an axis."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What `fit` says beside its answer: the account, whose rows add up to peak and step, and what helps where nothing fits."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace

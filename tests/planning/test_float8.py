@@ -1,7 +1,5 @@
 """Plans in float8: of linears that their owner made `Float8Linear`, and of ``precision="fp8"``; emulated on the CPU."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The formula of `fit` against the planner: seconds and bytes of layouts that were not traced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

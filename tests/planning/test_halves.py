@@ -4,8 +4,6 @@ The second halves run in the order of the parameters, and each starts at nodes t
 before them: what no half runs through stays until the last one is done.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The host's share of a step: a job of short rows on many ranks waits for its launches, and one of long rows does not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

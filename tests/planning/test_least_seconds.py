@@ -5,8 +5,6 @@ this file counts from the config: 2 for each parameter and token in forward, twi
 half of a square for attention.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re

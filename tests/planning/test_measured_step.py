@@ -1,7 +1,5 @@
 """A measured step corrects the rates of a GPU: logs that are read, the factor that comes back, the file, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

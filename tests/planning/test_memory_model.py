@@ -1,7 +1,5 @@
 """A step is written once, and both of its readers count the same bytes; ranks where FSDP2 shards nothing; autocast."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``precision="mxfp8"``: torchao's own gradients by emulation, any number of tokens, and plans as steps run."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches other than those planned for: longer, past a model's positions, padded, packed, or through other layers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

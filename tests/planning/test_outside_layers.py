@@ -1,7 +1,5 @@
 """What a step holds outside of its layers: optimizers' tensors, a loss in chunks, gradients of a large vocabulary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

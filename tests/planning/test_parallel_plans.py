@@ -1,7 +1,5 @@
 """Plans for sequences that are cut over ranks, and for experts on other ranks: bytes, seconds on the network."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans for pipelines without a process group: schedules, the dealing of layers, the command, the search."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

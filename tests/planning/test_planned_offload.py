@@ -1,7 +1,5 @@
 """CPU memory in plans: predicted peaks with `offload=` against a step, budgets beside it, and ``--cpu-offload``."""
 
-from __future__ import annotations
-
 import json
 import re
 

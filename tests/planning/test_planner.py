@@ -1,7 +1,5 @@
 """Planning as a whole: the numbers of the Llama-style block, plans for models, plan files, devices, the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """`predict` and its report: the three questions, predicted times, what binds, the printed call, and CPU memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a model remembers within a step or from step to step: tensors of its functions, running statistics."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of a device: what is reserved for a step by the allocator's rules, what is outside; and rates measured there."""
 
-from __future__ import annotations
-
 import json
 import math
 from copy import copy

@@ -1,7 +1,5 @@
 """The planner's solver against brute force, plans against the proven optimum, and the last size within a limit."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from bisect import bisect_right

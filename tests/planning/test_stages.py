@@ -4,8 +4,6 @@ The gradient of what a stage sent on comes into a buffer that stays: nothing is 
 long as the last layer's backward runs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

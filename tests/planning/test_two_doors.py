@@ -3,8 +3,6 @@
 `docs/reference/reports.md` has a row for each question, "Three questions", with the command beside the call.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

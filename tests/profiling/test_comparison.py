@@ -1,7 +1,5 @@
 """The numbers of a comparison of modes against what is counted otherwise, its times never; published ones."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What memory is counted by: tensors alive in Python, and the allocator's events."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """MemoryProfiler: counted bytes with exact numbers, a model left untouched, and recommendations that hold."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from typing import Any

@@ -1,7 +1,5 @@
 """Small files to fine-tune with: a Llama and a tokenizer of its own in a folder, and samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

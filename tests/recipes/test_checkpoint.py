@@ -1,7 +1,5 @@
 """Checkpoints of the training job in one process: bitwise, kept, cleaned up, and damage of every kind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Text, tokens, windows and order of samples of the training job."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sysconfig

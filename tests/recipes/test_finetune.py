@@ -1,7 +1,5 @@
 """`nemo-like finetune` in one process: what it trains and writes, its memory, and what it refuses in a line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

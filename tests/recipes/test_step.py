@@ -1,7 +1,5 @@
 """Steps of the training job in numbers: their FLOPs, what an evaluation takes, what to change where memory ran out."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

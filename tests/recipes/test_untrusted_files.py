@@ -1,7 +1,5 @@
 """Checkpoints that a stranger made run no code, and nothing in the package reads files in a way that could."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

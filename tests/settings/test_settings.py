@@ -1,7 +1,5 @@
 """Settings files of other frameworks become our flags, name what they do not have, and are written back."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

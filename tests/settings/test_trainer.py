@@ -1,7 +1,5 @@
 """Arguments of transformers.Trainer and of TRL become our flags, and a job becomes such arguments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, batches and comparisons for context parallelism: cut over ranks against whole on one."""
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Context parallelism with everything else: chunked loss, LoRA, tensor parallelism, replicas, offload, compile, ..."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """Context parallelism where the loss is none of tokens or outputs are made of a row; and what the first call compares."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import re

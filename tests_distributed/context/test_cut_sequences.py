@@ -4,8 +4,6 @@ torch refuses flex attention's backward on the CPU before it runs (``_validate_d
 one, which differs from SDPA's by rounding. The test of it takes that check away, in the process of a rank.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """`parallelize(ep=...)` against one process on the whole batch: the same loss, the same gradients, for every family."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts of models without transformers: of fused weights, by their own forward; with weights in common; or in a list."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

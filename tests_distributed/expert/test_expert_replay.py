@@ -1,7 +1,5 @@
 """Experts on other ranks: how rows travel; what a replay sends again, counted; the same gradients, bit for bit."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

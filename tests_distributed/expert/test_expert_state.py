@@ -1,7 +1,5 @@
 """Weights of split experts: filled from meta, saved, resumed with experts split otherwise, exported."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

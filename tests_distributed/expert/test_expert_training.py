@@ -1,7 +1,5 @@
 """Experts beside what training does with them: balancing, adapters, other precisions, models that come in split."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

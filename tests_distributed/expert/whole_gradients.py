@@ -1,7 +1,5 @@
 """Experts that are split over ranks against one process: loss and whole gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

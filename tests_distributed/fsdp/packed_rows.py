@@ -1,7 +1,5 @@
 """Rows of packed documents in each form that callers have, and the documents one by one."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

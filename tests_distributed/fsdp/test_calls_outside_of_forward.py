@@ -1,7 +1,5 @@
 """What FSDP2 cannot do, named; and what a phase of training changes in which parameters train."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

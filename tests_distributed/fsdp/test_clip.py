@@ -1,7 +1,5 @@
 """The norm of a sharded model's gradients is the norm of the whole model's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

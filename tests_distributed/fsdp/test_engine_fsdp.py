@@ -3,8 +3,6 @@
 Known failure 11: FSDP's all-gathers, copies and prefetches run in forward and not in replay, or the other way round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

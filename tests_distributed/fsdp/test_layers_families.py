@@ -1,7 +1,5 @@
 """Sixteen kinds of model under FSDP2 on two ranks; towers that a rank skips; adapters and k bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """`parallelize(loss="chunked")` on several ranks: the loss, the gradients and the collectives of whole logits."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Every mode on two ranks: compiled layers, shared keys and values, adapters, frozen layers, towers that a rank skips."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Offloading on two ranks: FSDP2 with and without checkpointing, DTensors, tensor parallel. Bitwise, and no weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

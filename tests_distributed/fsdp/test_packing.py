@@ -1,7 +1,5 @@
 """Packed documents equal the documents one by one, with and without context parallelism."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -3,8 +3,6 @@
 The original model of each rank takes that rank's batch, and its gradients are averaged; None is no gradient on any rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

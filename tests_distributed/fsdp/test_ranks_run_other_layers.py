@@ -1,7 +1,5 @@
 """Ranks that run other layers under FSDP2 raise on all ranks, with the first layer that differs; none mixes weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What FSDP2 is asked to do: units, numbers of collectives, prefetch, and gradients equal to one device's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sub-modules that the caller has sharded on a mesh of their own: left as they are, units inside ours, trained right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

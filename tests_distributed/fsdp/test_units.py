@@ -1,7 +1,5 @@
 """Which parameter belongs to which unit, and what is refused before anything changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The optimizer's step in backward: the weights of the loop that steps behind it, bit by bit, and its bytes as predicted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -4,8 +4,6 @@ accelerate offers FSDP on accelerators alone. Its own code is what runs here; on
 renamed before it chooses.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Weight decay, clipping, accumulation and evaluation are on. accelerate offers FS
 what runs here; only the kind of job that it has found is renamed before it chooses.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

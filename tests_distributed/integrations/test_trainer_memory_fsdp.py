@@ -1,7 +1,5 @@
 """Trainers on two ranks under `accelerate launch` with FSDP2: the largest batch first, plans, and budgets, as counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

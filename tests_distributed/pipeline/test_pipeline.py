@@ -1,7 +1,5 @@
 """Pipelines on real ranks: every schedule, several model families, against one process."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pipelines whose stages take parts of sequences (pp x cp): loss and gradients are those of one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline's loss and gradients against one call with the whole batch, whatever the loss is made of."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

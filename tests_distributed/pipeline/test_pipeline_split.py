@@ -1,7 +1,5 @@
 """Pipelines whose stages a function of the caller's makes (``split=``), against one process."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@
 runs the cells that FILE has no line of yet (of every PARTS of them, number PART), and appends a line of JSON for each.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

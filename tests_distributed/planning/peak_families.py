@@ -1,7 +1,5 @@
 """Tiny models of transformers' families that neither the planner nor its tests name: what its peaks are checked on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A rank that is run on fake tensors against the real one, and the planner against it where no ranks can be started."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

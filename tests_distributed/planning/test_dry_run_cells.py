@@ -3,8 +3,6 @@
 All of them are `long`: the default run has cells of each kind in `test_dry_run.py` and `tests/planning`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests_distributed.planning.dry_run_cells import MOST, Cell, cells, covering, run

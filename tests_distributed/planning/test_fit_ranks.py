@@ -1,7 +1,5 @@
 """What `fit` recommends for several ranks runs on them, as printed too, and peaks as predicted; all ranks get one report."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Plans of jobs on several ranks: one for all of them, of the weights that tensor parallelism leaves, and for each stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

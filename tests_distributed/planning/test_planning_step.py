@@ -1,7 +1,5 @@
 """Predicted peaks of steps as people write them, against the CPU allocator's events: FSDP2, DDP and one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

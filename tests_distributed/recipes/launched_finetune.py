@@ -3,8 +3,6 @@
 The kind of job that accelerate has found is renamed before it chooses how to shard; all else is its own code.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

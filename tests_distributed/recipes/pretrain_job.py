@@ -1,7 +1,5 @@
 """What the tests of the training job share: its model, and a run of it on several ranks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """What runs and checkpoints of several processes are after one was killed, has no disk left, or may not write."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

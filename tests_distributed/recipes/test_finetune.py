@@ -1,7 +1,5 @@
 """`nemo-like finetune` on two ranks: DDP under torchrun, accelerate's FSDP2, a rank that is killed, and resuming."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

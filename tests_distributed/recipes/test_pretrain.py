@@ -1,7 +1,5 @@
 """The training job on several ranks: the same run on each strategy, in parts and in stages; resumed, refused, stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """LoRA adapters under tensor parallelism: the gradients of one process, and clear refusals of what cannot be cut."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

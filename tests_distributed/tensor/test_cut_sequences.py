@@ -1,7 +1,5 @@
 """Sequence parallelism by the own plans of Hugging Face models: the step of one process, for each set of styles."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

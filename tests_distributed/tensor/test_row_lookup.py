@@ -1,7 +1,5 @@
 """An embedding that is cut by rows: each rank makes the gradient of its own, and of no other."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

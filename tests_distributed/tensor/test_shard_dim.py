@@ -1,7 +1,5 @@
 """Parameters that the ranks do not divide on dim 0, experts above all, are cut on another dim."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Dropout beside tensor parallelism: however ranks are seeded, a group drops the same elements of what all of it holds."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

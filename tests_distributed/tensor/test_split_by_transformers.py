@@ -1,7 +1,5 @@
 """Models that transformers has split and sharded by a `DistributedConfig`, checkpointed afterwards: the same gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallelism on gloo ranks: equal to one rank under every checkpointing mode, collectives not replayed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

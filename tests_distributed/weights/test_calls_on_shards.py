@@ -1,8 +1,6 @@
 """Calls of torch and PEFT on a model whose parameters are shards: the table of `docs/how-to/your-own-loop.md`, "What takes
 shards". The judge is the same call on the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any

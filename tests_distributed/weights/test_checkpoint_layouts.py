@@ -1,7 +1,5 @@
 """What one layout writes, torch's DCP reads onto every other: weights, optimizer moments, and the next losses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

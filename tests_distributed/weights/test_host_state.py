@@ -4,8 +4,6 @@ Without a GPU the device is played: each copy that FSDP2 makes between host and 
 storages that the host has is not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Values that `materialize(seed=)` draws: transformers' own initialisation, and an eager build, are the judges."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Meta-device models get their values after sharding: the right ones, and on each rank only its shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders that `save_pretrained` of transformers writes are read as `from_pretrained`, the judge, reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer state of parameters that are frozen, or have had no gradient yet. The judge is the uninterrupted run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever stays gathered under FSDP2, each forward reads the weights that are stored; optimizers of others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one mode writes, every other mode, the original model and transformers' `from_pretrained` read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
