@@ -397,8 +397,8 @@ class PlanQuery:
     traced: Traced
     job: Job
     stages: tuple[Stage, ...]
-    # Results of `nemo_like.planning.predictions.rank.rank_peak`.
-    peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Readings of steps that were written (`nemo_like.planning.predictions.rank.rank_peak`, `labels_at_peak`).
+    written: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     # Saved bytes and peak of the choices that were last made for a rank: others are near.
     near: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
 

@@ -14,7 +14,7 @@ from nemo_like.options import OffloadConfig
 from nemo_like.planning.memory_model.fsdp_units import EMBEDDING, ROOT, TAIL, FsdpBuffers, GradientRule
 from nemo_like.planning.memory_model.storages import LAYER_INPUTS, LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
-from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
+from nemo_like.planning.trace.records import BackwardCall, BlockEvents, OuterEvents
 
 
 class HostCopies:
@@ -175,8 +175,6 @@ class Microbatch:
         self.host = HostCopies(step.storages, step.offload, step.copies_at_once, self.inside, self.inputs)
         self.waiting: list[int] = []  # Gradients that the root reduces.
         self.at = 0  # Position in the log of the modules outside the layers.
-        self.output: list[int] = []
-        self.input_grads: list[int] = []
 
     def forward(self) -> None:
         layers, events, buffers, storages = self.layers, self.events, self.buffers, self.storages
@@ -229,41 +227,17 @@ class Microbatch:
             self._run_outside(max(self._of(self.sharding.embedding_names, self.events.returns), default=0))
             buffers.reshard(EMBEDDING, embedding)
 
-    def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], events: OuterEvents) -> None:
-        """Go on with the gradients that exist now, between forward and backward, or its halves.
-
-        A new log is used only if it has allocated the same so far as the log that the micro-batch began with.
-        """
-        self.rule = rule
-        halfway = self.at > self.events.forward_end
-        if layers is not self.layers:
-            kept = []
-            for run, old, new in zip(self.inside, self.layers, layers):
-                renumbered = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
-                kept.append(old if renumbered is None else new)
-                run.alive = run.alive if renumbered is None else renumbered
-            self.layers = kept
-        old_log = self.events.log[: self.at]
-        at = events.backward_end if halfway else events.forward_end
-        if (
-            events is not self.events
-            and (renumbered := _renumbered(self.outside, old_log, events.log[:at])) is not None
-        ):
-            self.events, self.outside, self.at = events, renumbered, at
-
     def sent_on(self) -> list[int]:
         """Return the storages of the stage's output; after forward."""
         return [self.outside[n] for n in self.events.outputs if n in self.outside]
 
     def take_ends(self) -> tuple[list[int], list[int]]:
         """Return the storages of the stage's output, and of the gradients of its inputs. The caller frees them."""
-        if not self.output and not self.input_grads:
-            events = self.events
-            self.output = [self.outside.pop(n) for n in events.outputs if n in self.outside]
-            self.input_grads = [self.outside.pop(n) for n in events.input_grads if n in self.outside]
-        ends = self.output, self.input_grads
-        self.output, self.input_grads = [], []
-        return ends
+        output, grads = (
+            [self.outside.pop(n) for n in numbers if n in self.outside]
+            for numbers in (self.events.outputs, self.events.input_grads)
+        )
+        return output, grads
 
     def given_gradient(self, storage: int) -> None:
         """Use `storage` as the gradient that a later stage sent: it replaces the first of its size that backward makes."""
@@ -286,7 +260,7 @@ class Microbatch:
         if self.events.halves:
             self.buffers.add_waiting(TAIL, self.sharding.tail)
         else:
-            self._after_head()
+            self._reduce_tail()
         ends = [back.begin for back in backs[1:]] + [events.backward_end]
         for back, end in zip(backs, ends):
             self._layer_backward(back, end)
@@ -325,30 +299,26 @@ class Microbatch:
     def backward_of_weights(self) -> None:
         """Run the second half of backward, where there are two, and reduce the gradients of the root.
 
-        Free all storages of the micro-batch, but for those that `take_ends` returns.
+        Free all storages of the micro-batch, but for those that `take_ends` has returned.
         """
         events, storages = self.events, self.storages
         for i in range(len(self.layers) if self.events.halves else 0):  # in the order of the parameters
             layer, run = self.layers[i], self.inside[i]
             storages.mark(f"second half of backward of layer {i}")
             storages.run_log(layer.events.running.weights, run, Part.SAVED_ACTIVATIONS)
-            self._reduce(i, layer, run)
+            self._reduce_layer(i, layer, run)
         storages.mark("end of backward")
         self._run_outside(events.weights_end)
         if self.events.halves:
-            self._after_head()
+            self._reduce_tail()
         apart = self.sharding.embedding_names if self.on else frozenset()
         of_embedding = _taken(self.outside, events.param_grads, apart)
         root_grads = _taken(self.outside, events.param_grads, events.param_grads.keys() - apart - self.step.elsewhere)
+        self._reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting])
         if self.on:
-            self.buffers.close(ROOT)
-            self.buffers.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
             self.buffers.close_all()
             self.buffers.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)
             self.buffers.finish()
-        else:
-            self.step.keep_gradients(ROOT, root_grads, self.rule)
-        self.output, self.input_grads = self.take_ends()
         storages.drop_all(self.outside.values())
         for i in range(len(self.layers)):
             self._drop_layer(i)
@@ -394,29 +364,35 @@ class Microbatch:
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
         storages.empty(self.inputs[i])
-        self._reduce(i, layer, run)
+        self._reduce_layer(i, layer, run)
 
-    def _reduce(self, i: int, layer: LayerCall, run: LogRun) -> None:
-        buffers, numbers = self.buffers, layer.events.param_grads
+    def _reduce_layer(self, i: int, layer: LayerCall, run: LogRun) -> None:
         if self.events.halves:
             self._reduce_experts(i, layer, run)
-        grads = _taken(run.alive, numbers, numbers.keys())
-        if not self.on:
-            self.step.keep_gradients(i, grads, self.rule)
-            return
-        if layer.unit is None:
+        grads = _taken(run.alive, layer.events.param_grads, layer.events.param_grads.keys())
+        if self.on and layer.unit is None:
             self.waiting += grads
         else:
-            buffers.close(i)
-            buffers.reduce(i, layer.unit, grads, self.rule)
+            self._reduce(i, layer.unit, grads)
 
     def _reduce_experts(self, i: int, layer: LayerCall, run: LogRun) -> None:
         """Reduce the gradients of a layer's experts, whose backward ends before that of the layer."""
-        if layer.experts is None:
-            return
-        grads = _taken(run.alive, layer.events.param_grads, layer.expert_weights)
-        self.buffers.close(("experts", i))
-        self.buffers.reduce(("experts", i), layer.experts, grads, self.rule)
+        if layer.experts is not None:
+            grads = _taken(run.alive, layer.events.param_grads, layer.expert_weights)
+            self._reduce(("experts", i), layer.experts, grads)
+
+    def _reduce_tail(self) -> None:
+        """Reduce the gradients of the modules behind the layers, where they are a unit of their own."""
+        if (tail := self.sharding.tail) is not None:
+            self._reduce(TAIL, tail, _taken(self.outside, self.events.param_grads, self.sharding.tail_names))
+
+    def _reduce(self, key: Hashable, unit: UnitBytes | None, grads: list[int]) -> None:
+        """End backward of a unit with its gradients."""
+        if self.on:
+            self.buffers.close(key)
+            self.buffers.reduce(key, unit, grads, self.rule)
+        else:
+            self.step.keep_gradients(key, grads, self.rule)
 
     def _share_output(self, run: LogRun, number: int, events: int) -> None:
         """Give a storage that a layer made the number that it has outside the layers."""
@@ -465,17 +441,6 @@ class Microbatch:
         self.buffers.gather(i, self.fsdp_units[i])
         self.buffers.gather(("experts", i), self.layers[i].experts)
 
-    def _after_head(self) -> None:
-        tail = self.sharding.tail
-        if tail is None:
-            return
-        grads = _taken(self.outside, self.events.param_grads, self.sharding.tail_names)
-        if self.on:
-            self.buffers.close(TAIL)
-            self.buffers.reduce(TAIL, tail, grads, self.rule)
-        else:
-            self.step.keep_gradients(TAIL, grads, self.rule)
-
     # --- logs ---------------------------------------------------------------------------------------------------------
 
     def _run_outside(self, end: int) -> None:
@@ -498,24 +463,3 @@ def without(sizes: Sequence[int], less: int) -> Sequence[int]:
     for at in sorted(range(len(left)), key=left.__getitem__, reverse=True):
         less, left[at] = max(0, less - left[at]), max(0, left[at] - less)
     return left
-
-
-def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:
-    """Return `storages` by their numbers in `new` instead of `old`; None: the two logs leave other storages.
-
-    The storages made and freed may differ: torch makes some numbers the first time that an operator runs in a process.
-    """
-    before, now = _left(old), _left(new)
-    if [size for _, size in before] != [size for _, size in now]:
-        return None
-    numbers = {number: again for (number, _), (again, _) in zip(before, now)}
-    return (
-        {numbers[number]: storage for number, storage in storages.items()}
-        if storages.keys() <= numbers.keys()
-        else None
-    )
-
-
-def _left(log: Log) -> list[tuple[int, int]]:
-    freed = {number for number, size in log if not size}
-    return [(number, size) for number, size in log if size and number not in freed]

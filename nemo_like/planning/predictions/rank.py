@@ -14,8 +14,8 @@ once.
 """
 
 import functools
-from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import (
@@ -27,6 +27,7 @@ from nemo_like.distributed.pipeline.schedules import (
     UNSHARD,
     WEIGHTS,
     Action,
+    rank_of,
 )
 from nemo_like.planning.memory_model.fsdp_units import (
     EMBEDDING,
@@ -49,26 +50,30 @@ _WAITING = "between forward and backward"
 AnyStorages = TypeVar("AnyStorages", bound=Storages)
 
 
-class StageOfRank:
+class StageOfRank(StageStep):
     """One stage while steps are written."""
 
     def __init__(self, query: PlanQuery, stage: Stage, choices: Sequence[Choice], storages: Storages) -> None:
-        self.index, self.stage, self.choices = stage.slice.index, stage, choices
-        self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
-        self.step = StageStep(
+        super().__init__(
             storages,
             stage.sharding,
             buffers=GatheredOnce if query.is_pipeline else FsdpBuffers,
             offload=stage.job.offload,
             copies_at_once=stage.device.kind == "cpu",
         )
+        self.index, self.stage, self.choices = stage.slice.index, stage, choices
+        self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
+        # Backward actions of a step, in their order: kind and micro-batch. Torch runs backward of the first stage whole, in
+        # the place of the second half.
+        actions = [each for each in query.actions[rank_of(query.pp, self.index)] if each.stage == self.index]
+        if self.is_first:
+            self.backs = [(BACKWARD, each.microbatch) for each in actions if each.kind in (BACKWARD, WEIGHTS)]
+        else:
+            self.backs = [(each.kind, each.microbatch) for each in actions if each.kind in (BACKWARD, INPUTS, WEIGHTS)]
         # Rules of the gradients of each micro-batch, without a pipeline.
         self.rules: Sequence[GradientRule] = ()
-        # The same list for the same arguments, by which a micro-batch goes on (`Microbatch.go_on_as`).
         self._layers = functools.cache(functools.partial(stage.layer_calls, choices, received=not self.is_last))
         self.running: dict[int, Microbatch] = {}
-        self.going_back: dict[int, Microbatch] = {}
-        self.first_done = False  # True if a micro-batch has gone all the way back.
         self.fetched = False
         self.stays = False  # True if gradients of the step before exist.
         self.received: dict[int, int] = {}  # Buffer that each micro-batch's input comes in, by micro-batch.
@@ -76,70 +81,62 @@ class StageOfRank:
         self.received_grads: dict[int, int] = {}
 
     def forward(self, number: int) -> None:
-        rule = self._rule(number)
-        outside = self.stage.outside(rule.accumulates, self.choices)
-        self.running[number] = Microbatch(self.step, rule, self._layers(rule.accumulates, halves=False), outside)
+        rule, halves = self._rule(number), self.halves(number)
+        outside = self.stage.outside(rule.accumulates, self.choices, halves=halves)
+        self.running[number] = Microbatch(self, rule, self._layers(rule.accumulates, halves=halves), outside)
         self.running[number].forward()
 
-    def begin_backward(self, number: int, *, halves: bool) -> Microbatch:
-        one = self.running.pop(number)
-        self.go_on(one, number, halves=halves)
-        if not self.is_last:
-            one.given_gradient(self.received_grads[number])
-        return one
-
-    def go_on(self, one: Microbatch, number: int, *, halves: bool) -> None:
-        """Take into account the gradients that exist now; backward runs in one piece or in two."""
-        rule = self._rule(number, halves=halves)
-        outside = self.stage.outside(rule.accumulates, self.choices, halves=halves)
-        one.go_on_as(rule, self._layers(rule.accumulates, halves=halves), outside)
+    def halves(self, number: int) -> bool:
+        """Return whether backward of a micro-batch runs in two halves."""
+        return (INPUTS, number) in self.backs
 
     def unshard(self) -> None:
         """Gather all units; they are copied out by `copy_out`."""
-        if self.step.on:
+        if self.on:
             self.fetched = True
             for key, unit in self._units():
-                self.step.buffers.gather(key, unit)
+                self.buffers.gather(key, unit)
 
     def copy_out(self) -> None:
         """Copy out the units that `unshard` gathered."""
         if self.fetched:
             self.fetched = False
             for key, unit in self._units():
-                self.step.buffers.copy_out(key, unit, forward=False)
+                self.buffers.copy_out(key, unit, forward=False)
 
     def reshard(self) -> None:
         """Free all units."""
         for key, _ in self._units():
-            self.step.buffers.reshard(key)
+            self.buffers.reshard(key)
 
     def reduce(self) -> None:
         """Reduce the gradients after the last backward."""
-        if self.step.on:
-            buffers = self.step.buffers
-            assert isinstance(buffers, GatheredOnce)
-            buffers.end(self._units(), GradientRule(adds=self.stays))
-        self.first_done = False
+        if self.on:
+            assert isinstance(self.buffers, GatheredOnce)
+            self.buffers.end(self._units(), GradientRule(adds=self.stays))
 
     def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
         """Return the stage's units in the order of its modules."""
-        sharding, calls = self.stage.sharding, self._layers(self._rule(0).accumulates, halves=False)
-        inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
+        sharding, calls = self.sharding, enumerate(self.stage.units)
+        inside = [pair for i, (unit, experts, _) in calls for pair in ((i, unit), (("experts", i), experts))]
         return [(ROOT, sharding.root), (EMBEDDING, sharding.embedding), *inside, (TAIL, sharding.tail)]
 
-    def _rule(self, number: int, *, halves: bool = False) -> GradientRule:
+    def _rule(self, number: int) -> GradientRule:
         """Return how a micro-batch treats its gradients.
 
         In a pipeline, the first backward makes gradients, and the others add to them; none is reduced before the end.
         """
         if self.rules:
             return self.rules[number]
-        if not self.step.on:
-            return GradientRule(accumulates=self.first_done or self.stays)
+        at = max(at for at, (kind, other) in enumerate(self.backs) if other == number)
+        before = [kind for kind, _ in self.backs[:at]]
+        ended = any(kind != INPUTS for kind in before)
+        if not self.on:
+            return GradientRule(accumulates=ended or self.stays)
         if not self.stage.casts:
-            return GradientRule(accumulates=self.first_done, reduces=False)
-        waiting = isinstance(self.step.buffers, GatheredOnce) and bool(self.step.buffers.waiting)
-        return GradientRule(accumulates=waiting, reduces=False, waits=halves)
+            return GradientRule(accumulates=ended, reduces=False)
+        # FSDP2 sees gradients of a second half in the next backward, or first half of one.
+        return GradientRule(accumulates=before[-1:] == [WEIGHTS], reduces=False, waits=self.halves(number))
 
 
 class RankSteps:
@@ -168,7 +165,7 @@ class RankSteps:
         for stage in self.stages.values():
             self._make_parameters(stage.stage, less=self.once.params if shares and stage.is_first else 0)
             if shares and stage.is_first:
-                stage.step.elsewhere = frozenset(query.traced.cut(query.job).tied)
+                stage.elsewhere = frozenset(query.traced.cut(query.job).tied)
             for number in range(query.microbatches):
                 if not stage.is_first:
                     stage.received[number] = storages.make(
@@ -223,7 +220,7 @@ class RankSteps:
         if not self.query.is_pipeline:
             stage = self.stages[0]
             kept = stage.stage.outside(choices=stage.choices).kept_bytes
-            stage.step.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
+            stage.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
             rules = self._rules(first=False)
             alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
             starts = (alike or self.stay) and self.query.job.ddp is None
@@ -231,7 +228,7 @@ class RankSteps:
             stage.rules = rules[-1:] if alike else rules
         for stage in self.stages.values() if starts else ():
             stage.stays = self.stay
-            stage.step.start_with_gradients(less=self.once.grads if stage.is_first else 0)
+            stage.start_with_gradients(less=self.once.grads if stage.is_first else 0)
 
     def _rules(self, *, first: bool) -> list[GradientRule]:
         """Return the rules of the gradients of a step's micro-batches, without a pipeline."""
@@ -249,7 +246,7 @@ class RankSteps:
 
     def run(self, *, first: bool = False) -> None:
         """Run all actions, the reductions, and the optimizer, whose state the `first` step makes."""
-        storages, sent, done = self.storages, list[int](), 0
+        storages, self.sent, done = self.storages, list[int](), 0
         storages.empty(self.input_grads)
         actions: Sequence[Action] = self.actions
         if not self.query.is_pipeline:
@@ -267,14 +264,14 @@ class RankSteps:
                 storages.suffix = f" of stage {action.stage}, micro-batch {number}"
             stage.copy_out()
             if action.kind == FORWARD:
-                sent += self.forward(stage, number)
+                self.forward(stage, number)
             elif action.kind == INPUTS and stage.is_first:
                 pass  # torch runs it whole, in the place of the second half
             else:
                 done += action.kind != WEIGHTS or stage.is_first
-                sent += self.backward(stage, action, done, warmup)
+                self.backward(stage, action, done, warmup)
             storages.suffix = ""
-        storages.drop_all(sent)
+        storages.drop_all(self.sent)
         storages.mark("optimizer step")
         if first:
             self._make_optimizer_state()
@@ -283,10 +280,9 @@ class RankSteps:
                 storages.optimizer_step(stage.stage.optimizer)
             stage.stays, stage.rules = self.stay, ()
             if not self.stay:
-                stage.step.zero_grad()
+                stage.zero_grad()
 
-    def forward(self, stage: StageOfRank, number: int) -> list[int]:
-        """Run a forward, and return the storages that stay until the step ends."""
+    def forward(self, stage: StageOfRank, number: int) -> None:
         stage.forward(number)
         one, after = stage.running[number], self.stages.get(stage.index + 1)
         if after is not None:  # its output takes the place of the buffer of the step before
@@ -296,52 +292,33 @@ class RankSteps:
                 self.storages.relabel(storage, Part.RECEIVE_BUFFERS)
                 after.received[number] = self.storages.hold(storage)
         self.storages.park(stage.index, number, _WAITING)
-        return []
 
-    def backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> list[int]:
-        """Run a backward action, and return the storages that were sent to other ranks and stay until the step ends."""
-        storages, number, halves = (
-            self.storages,
-            action.microbatch,
-            action.kind in (INPUTS, WEIGHTS) and not stage.is_first,
-        )
+    def backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> None:
+        """Run a backward action; arguments as for `_send`."""
+        storages, number = self.storages, action.microbatch
+        one, halves = stage.running[number], stage.halves(number)
         if action.kind == WEIGHTS and halves:
             storages.unpark(stage.index, number, _HALFWAY)
-            one = stage.going_back.pop(number)
-            stage.go_on(one, number, halves=True)
             one.backward_of_weights()
-            storages.drop_all([*one.output, *one.input_grads])
-            stage.first_done = True
-            return []
+            return
         storages.unpark(stage.index, number, _WAITING)
-        one = stage.begin_backward(number, halves=halves)
+        if not stage.is_last:
+            one.given_gradient(stage.received_grads[number])
         one.backward_of_inputs()
+        output, grads = one.take_ends()
         if not halves:
             one.backward_of_weights()
-        output, grads = one.take_ends()
         storages.relabel(stage.received_grads.get(number, 0), Part.RECEIVE_BUFFERS)
         if stage.index + 1 in self.stages:
             storages.relabel(self.stages[stage.index + 1].received[number], Part.RECEIVE_BUFFERS)
-        sent = self._sent(stage, output, grads, number, done, warmup, halves=halves)
+        self._send(stage, output, grads, number, done, warmup)
         if halves:
-            stage.going_back[number] = one
             storages.park(stage.index, number, _HALFWAY)
-        else:
-            stage.first_done = True
-        return sent
 
-    def _sent(
-        self,
-        stage: StageOfRank,
-        output: list[int],
-        grads: list[int],
-        number: int,
-        done: int,
-        warmup: int,
-        *,
-        halves: bool,
-    ) -> list[int]:
-        """Return the storages that stay of the output of a micro-batch, and of the gradient of its input.
+    def _send(
+        self, stage: StageOfRank, output: list[int], grads: list[int], number: int, done: int, warmup: int
+    ) -> None:
+        """Pass on the output of a micro-batch and the gradient of its input; tensors that were sent may stay.
 
         Under 1F1B one of each stays: the last send of its warm-up and a later send have references to them.
 
@@ -351,12 +328,11 @@ class RankSteps:
         """
         storages, before = self.storages, self.stages.get(stage.index - 1)
         if not self.query.is_pipeline:
-            stage.step.kept += output
+            stage.kept += output
             storages.drop_all(grads)
-            return []
-        stays = []
+            return
         if not stage.is_last and stage.index + 1 not in self.stages and (self.holds_sent or done == warmup - 1):
-            stays += output
+            self._keep(output, self.sent)
         else:
             storages.drop_all(output)
         if before is not None and grads:  # it takes the place of that stage's buffer
@@ -364,23 +340,36 @@ class RankSteps:
             before.received_grads[number] = grads[0]
             storages.relabel(grads[0], Part.RECEIVE_BUFFERS)
             storages.drop_all(grads[1:])
-        elif not stage.is_first and halves:
-            self.input_grads += grads
+        elif not stage.is_first and stage.halves(number):
+            self._keep(grads, self.input_grads)
         elif not stage.is_first and (self.holds_sent or done == 1):
-            stays += grads
+            self._keep(grads, self.sent)
         else:
             storages.drop_all(grads)
-        for storage in (*stays, *self.input_grads):
-            storages.relabel(storage, Part.SENT_TENSORS)
-        return stays
+
+    def _keep(self, storages: list[int], where: list[int]) -> None:
+        for storage in storages:
+            self.storages.relabel(storage, Part.SENT_TENSORS)
+        where += storages
 
 
 def rank_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Peak:
     """Return the highest point of a later step of one rank; arguments as for `RankSteps`."""
-    key = (rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
-    if key not in query.peaks:
-        query.peaks[key] = later_step(query, rank, choices, Bytes()).peak()
-    return query.peaks[key]
+    return _written(query, rank, choices, Bytes, Bytes.peak)
+
+
+def _written(
+    query: PlanQuery,
+    rank: int,
+    choices: Sequence[Sequence[Choice]],
+    kind: type[AnyStorages],
+    read: Callable[[AnyStorages], Any],
+) -> Any:
+    """Return the result of `read` on the storages of a later step; it is read once."""
+    key = (kind, rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
+    if key not in query.written:
+        query.written[key] = read(later_step(query, rank, choices, kind()))
+    return query.written[key]
 
 
 def fullest_rank(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> int:
@@ -391,7 +380,7 @@ def fullest_rank(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> int:
 
 def labels_at_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> dict[Label, int]:
     """Return the bytes of each label at the highest point of a later step of one rank."""
-    return at_peak(later_step(query, rank, choices, Events()).log)
+    return _written(query, rank, choices, Events, lambda events: at_peak(events.log))
 
 
 def parts_at_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> dict[str, int]:

@@ -106,8 +106,9 @@ class KeepsOutputs(RankSteps):
         super().__init__(*how)
         self.kept = kept
 
-    def forward(self, stage: StageOfRank, number: int) -> list[int]:
-        return [*super().forward(stage, number), self.storages.make(self.kept[stage.index], Part.KEPT_OUTPUT)]
+    def forward(self, stage: StageOfRank, number: int) -> None:
+        super().forward(stage, number)
+        self.sent.append(self.storages.make(self.kept[stage.index], Part.KEPT_OUTPUT))
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:
