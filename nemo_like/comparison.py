@@ -83,11 +83,7 @@ def keywords_of(mode: str) -> dict[str, Any]:
     ({'ac': 'selective', 'offload': 'saved'}, {'ac': 'none'})
     """
     ac, *more = mode.split("+")
-    keywords = {"ac": "none" if ac in TORCH else ac}
-    for pair in more:
-        name, _, value = pair.partition("=")
-        keywords[name] = value
-    return keywords
+    return {"ac": "none" if ac in TORCH else ac, **dict(pair.partition("=")[::2] for pair in more)}
 
 
 def in_mode(model: nn.Module, mode: str, sample: object, strategy: str = "single") -> Any:
@@ -130,25 +126,26 @@ class Comparison:
             Column("recompute", keep=1),
             Column("gradients", keep=3),
         )
-        cells = []
-        for row in self.rows:
-            sizes = [row.get(f"{word}_bytes") for word in ("peak", "saved", "moved")]
-            cells.append(
-                (
-                    row["mode"],
-                    f"{row['ratio']:.2f}",
-                    three_digits(row["step_ms"]),
-                    percent(row["spread"]),
-                    *("" if size is None else unit.number(size) for size in sizes),
-                    percent(row["recompute"]) if "recompute" in row else "",
-                    row["gradients"],
-                )
+        cells = tuple(
+            (
+                row["mode"],
+                f"{row['ratio']:.2f}",
+                three_digits(row["step_ms"]),
+                percent(row["spread"]),
+                *(
+                    unit.number(row[size]) if size in row else ""
+                    for size in ("peak_bytes", "saved_bytes", "moved_bytes")
+                ),
+                percent(row["recompute"]) if "recompute" in row else "",
+                row["gradients"],
             )
+            for row in self.rows
+        )
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
         lines = [
             paragraph(f"Measured: {about}.", width),
             "",
-            Table(columns, tuple(cells)).with_note(width=width),
+            Table(columns, cells).with_note(width=width),
             *(paragraph(note, width) for note in (*self.notes, _NOTE)),
         ]
         return "\n".join(lines)

@@ -4,8 +4,6 @@ Nothing is downloaded, and weights are random: the commands and the recipe need 
 shapes of the model families; transformers (extra ``hf``) builds them and is imported when a model is built.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -15,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -43,9 +41,7 @@ class ModelSource:
         """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
         return self.built(device, dtype)[0]
 
-    def built(
-        self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-    ) -> tuple[nn.Module, ModelSource]:
+    def built(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, Self]:
         """`build`, and this source with the sample input of a ``module:function``'s model, and its config where it is
         one of transformers."""
         with torch.device(device):

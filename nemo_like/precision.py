@@ -1,11 +1,9 @@
 """Mixed precision where FSDP2 is not there to cast: autocast."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +56,7 @@ class Autocast(Forward):
             output = self.call(*args, **kwargs)
         return output if self.output is None else _cast(output, self.output)
 
-    def put(self) -> Autocast:
+    def put(self) -> Self:
         """Put it in place, if it does something."""
         return super().put() if self.context["enabled"] or self.output is not None else self
 

@@ -6,8 +6,6 @@ it. Whoever adds a release looks here first. Attributes of objects that everybod
 like, `Tensor._version`, an operator's `_schema`) stay where they are used; `tests/test_torch_compat.py` has the list.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools
@@ -18,7 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed
@@ -1137,7 +1135,7 @@ class FakeRanks:
         self._inside: Any = None
         self._outside: list[Any] = []
 
-    def __enter__(self) -> FakeRanks:
+    def __enter__(self) -> Self:
         self._outside.append(_groups())
         if self._inside is not None:
             _put_groups(self._inside)

@@ -10,8 +10,6 @@
    module without one.
 """
 
-from __future__ import annotations
-
 import enum
 import inspect
 import weakref

@@ -1,12 +1,10 @@
 """Ctrl-C and a scheduler's SIGTERM: finish the work under way, then stop."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from nemo_like._util.log import warn_once
 
@@ -23,7 +21,7 @@ class Interrupt:
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             warn_once(
                 "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "

@@ -12,6 +12,7 @@ from typing import TypeVar
 from nemo_like._util.words import UNITS
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,18 @@ def percent(share: float) -> str:
     ('0.4 %', '17 %', '0 %')
     """
     return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in their order.
+
+    >>> grouped((word[0], word) for word in ("full", "none", "fast"))
+    {'f': ['full', 'fast'], 'n': ['none']}
+    """
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def totals(sizes: Iterable[tuple[Key, int]]) -> Counter[Key]:

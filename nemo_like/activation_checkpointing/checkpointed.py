@@ -1,7 +1,5 @@
 """Checkpointing of one module: an object in its `forward`, which runs the call as one region."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

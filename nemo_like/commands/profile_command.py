@@ -66,19 +66,20 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
-    if args.input_shape is not None:
-        refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
-    if args.json == "-":
-        refuse_unread(args, ["budget", "wide"], "--json - prints everything, and nothing else.")
-    if args.modes is None:
-        refuse_unread(args, ["strategy"], "layers are measured on one device.")
-    else:
-        refuse_unread(args, ["layers", "budget"], "--modes measures whole steps.")
-        for mode in args.modes.split(","):
-            Job.of(args.strategy, **keywords_of(mode))
+    modes = [] if args.modes is None else args.modes.split(",")
+    for unread, names, why in (
+        (args.input_shape is not None, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input."),
+        (args.json == "-", ["budget", "wide"], "--json - prints everything, and nothing else."),
+        (not modes, ["strategy"], "layers are measured on one device."),
+        (modes, ["layers", "budget"], "--modes measures whole steps."),
+    ):
+        if unread:
+            refuse_unread(args, names, why)
+    for mode in modes:
+        Job.of(args.strategy, **keywords_of(mode))
     device = local_device() if args.device is None else checked_device(args.device)
     with contextlib.ExitStack() as stack:
-        if args.modes is not None and world_size() > 1:
+        if modes and world_size() > 1:
             device = init_distributed(device.type)
             stack.callback(shutdown)
         source = resolve_model(args.model)
@@ -89,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
         step = describe(*split_sample(sample))
         width = None if args.wide else screen_width()
         try:
-            if args.modes is None:
+            if not modes:
                 profiler = MemoryProfiler(model, device, layers=args.layers)
                 report = profiler.profile(sample, args.runs)
                 to_json, text = report.to_json, report.table(width)
             else:
-                compared = compare(model, sample, args.modes.split(","), device, args.strategy, args.runs)
+                compared = compare(model, sample, modes, device, args.strategy, args.runs)
                 compared.about.update(model=args.model, step=step)
                 to_json, text = compared.to_json, compared.text(width)
         except torch.OutOfMemoryError:

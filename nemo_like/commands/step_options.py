@@ -66,14 +66,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_step_options(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that nothing reads."""
-    if args.pp == 1:
-        refuse_unread(args, flags_of("pp"), "without --pp above 1 there is no pipeline.")
-        if args.grad_accum == 1:
-            refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
-        if args.world_size == 1:
-            refuse_unread(args, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too.")
-    if args.cp == 1:
-        refuse_unread(args, flags_of("cp"), "without --cp above 1 every rank has whole sequences.")
+    alone = args.pp == 1
+    for unread, names, why in (
+        (alone, flags_of("pp"), "without --pp above 1 there is no pipeline."),
+        (alone and args.grad_accum == 1, ["sync"], "of one micro-batch there is no other. Give --grad-accum too."),
+        (alone and args.world_size == 1, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too."),
+        (args.cp == 1, flags_of("cp"), "without --cp above 1 every rank has whole sequences."),
+    ):
+        if unread:
+            refuse_unread(args, names, why)
     refuse_host_memory(args)
     if args.input_shape:
         refuse_unread(

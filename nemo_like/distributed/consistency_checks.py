@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model
+from nemo_like._util.table import grouped
 from nemo_like._util.tensors import bytes_of
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed import launch
@@ -241,9 +242,7 @@ def _differences(everyone: list[tuple[int, dict[str, str]]]) -> list[str]:
 
 def by_ranks(everyone: list[tuple[int, str]]) -> list[str]:
     """Return "this on ranks 0, 1" for each of the words that ranks have, with the first of long ones."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, words in everyone:
-        ranks_of.setdefault(words, []).append(rank)
+    ranks_of = grouped((words, rank) for rank, words in everyone)
     cut = {words: words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..." for words in ranks_of}
     return [f"{cut[words]} on {_ranks_in_words(ranks)}" for words, ranks in ranks_of.items()]
 

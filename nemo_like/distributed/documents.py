@@ -9,8 +9,6 @@ label, predicted from the document before, does not count.
 Together with a mask of ones and zeros, positions that restart are positions: a row with padding on its left has them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -62,18 +60,6 @@ def keep_documents_apart(model: nn.Module) -> nn.Module:
         model.register_forward_pre_hook(calls, with_kwargs=True)
         model.register_forward_hook(calls.after, always_call=True)
     return model
-
-
-def packed_calls(model: nn.Module) -> PackedCalls | None:
-    """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
-    inner = base_model(model)
-    base = model_base()
-    if base is None or not any(isinstance(module, base) for module in inner.modules()):
-        return None
-    if not isinstance(inner, base) and "attention_mask" not in inspect.signature(inner.forward).parameters:
-        return None  # a model of the caller's own, which calls one of theirs
-    _tell_masks_of_documents()
-    return PackedCalls(model)
 
 
 class PackedCalls:
@@ -248,6 +234,18 @@ class PackedCalls:
             if isinstance(moved, Tensor) and torch.equal(moved[:, :-1], labels[:, 1:]):
                 arguments["shift_labels"] = moved.masked_fill(nn.functional.pad(starts, (0, 1))[:, 1:], IGNORED)
         return arguments
+
+
+def packed_calls(model: nn.Module) -> PackedCalls | None:
+    """The forward pre-hook that keeps documents apart, not put on; None where `model` is none of transformers'."""
+    inner = base_model(model)
+    base = model_base()
+    if base is None or not any(isinstance(module, base) for module in inner.modules()):
+        return None
+    if not isinstance(inner, base) and "attention_mask" not in inspect.signature(inner.forward).parameters:
+        return None  # a model of the caller's own, which calls one of theirs
+    _tell_masks_of_documents()
+    return PackedCalls(model)
 
 
 def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | None:

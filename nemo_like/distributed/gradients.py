@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.module_tree import check_model
+from nemo_like._util.table import grouped
 from nemo_like._util.words import check_bool
 from nemo_like.distributed.launch import current_device
 from nemo_like.distributed.weights.tensor_locations import show_shards
@@ -164,10 +165,7 @@ def _local_power(grads: list[Tensor], norm_type: float, foreach: bool | None) ->
 
 
 def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), same in by_kind.items():
+    for (device, _), same in grouped(((grad.device, grad.dtype), grad) for grad in grads).items():
         factor = scale.to(device)
         if foreach is False:
             for grad in same:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from nemo_like._util.table import grouped
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import mesh_groups
 from nemo_like.distributed.layer_order import compare_layers
@@ -241,10 +242,7 @@ def chain_prefetch(model: nn.Module, plan: UnitPlan, options: FSDP2 | None, insi
         below = set(unit.modules[0].modules())
         return [_as_fsdp(module) for module in (unit.modules[0], *(each for each in inside if each in below))]
 
-    stacks: dict[str, list[list[FSDPModule]]] = {}
-    for unit in plan.layers:
-        stacks.setdefault(unit.stack, []).append(fetched(unit))
-    chains = list(stacks.values())
+    chains = list(grouped((unit.stack, fetched(unit)) for unit in plan.layers).values())
     if len(chains) == 1:
         ends = [[] if unit is None else [fetched(unit)] for unit in (plan.embedding, plan.tail)]
         chains = [[*ends[0], *chains[0], *ends[1]]]

@@ -236,14 +236,20 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
     if wanted is states:  # two for each weight, if all large sizes come in pairs
         pairs = all(times % 2 == 0 for size, times in states.items() if size > 1 << 16)
         wanted = Counter({size: max(1, times // (1 + pairs)) for size, times in states.items()})
-    kind_of, taken = dict[Block, MemoryKind](), Counter[int]()
-    for block in sorted(silent, key=lambda block: (block.died is not None, block.address)):
-        size = rounded(block)
-        if times := wanted[size]:
-            taken[size] += 1
-            weights, state = taken[size] <= times, taken[size] <= 3 * times
-            kind_of[block] = MemoryKind.WEIGHTS if weights else MemoryKind.STATE if state else MemoryKind.MORE_WEIGHTS
-    return kind_of
+    ordered = sorted(silent, key=lambda block: (block.died is not None, block.address))
+    with_states = Counter({size: 3 * times for size, times in wanted.items()})
+    kinds = {block: MemoryKind.MORE_WEIGHTS for block in ordered if wanted[rounded(block)]}
+    kinds |= dict.fromkeys(first_of_sizes(ordered, with_states), MemoryKind.STATE)
+    return kinds | dict.fromkeys(first_of_sizes(ordered, wanted), MemoryKind.WEIGHTS)
+
+
+def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Block]:
+    """Yield of the blocks of each size as many as are wanted of it, the first ones; sizes are those of `rounded`."""
+    left = Counter(wanted)
+    for block in blocks:
+        if left[rounded(block)] > 0:
+            left[rounded(block)] -= 1
+            yield block
 
 
 def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
@@ -259,17 +265,14 @@ def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
     """Yield the weights beyond one for each gradient, where all weights that have gradients are there once more."""
     gradients = _sizes_in_a_step(named, MemoryKind.GRADIENTS)
     weights = [block for block, each in named.items() if each.kind is MemoryKind.WEIGHTS and block.born > BEFORE]
-    left = Counter(map(rounded, weights))
-    left.subtract(gradients)
+    there = Counter(map(rounded, weights))
     if 10 * bytes_of(gradients) < sum(block.size for block in weights) or any(
-        left[size] < times for size, times in gradients.items()
+        there[size] < 2 * times for size, times in gradients.items()
     ):
         return
-    seen: Counter[int] = Counter()
-    for block in sorted(weights, key=lambda block: block.born):
-        seen[rounded(block)] += 1
-        if 0 < gradients[rounded(block)] < seen[rounded(block)]:
-            yield block
+    weights.sort(key=lambda block: block.born)
+    first = set(first_of_sizes(weights, gradients))
+    yield from (block for block in weights if gradients[rounded(block)] and block not in first)
 
 
 def rounded(block: Block) -> int:

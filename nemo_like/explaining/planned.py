@@ -1,23 +1,21 @@
 """A recorded step compared with the planned one: the same parts, block by block."""
 
-from __future__ import annotations
-
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
-from nemo_like._util.table import totals
+from nemo_like._util.table import grouped, totals
 from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.explanation import PlanComparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import MemoryKind, StepParts, bytes_of, round_up, rounded
+from nemo_like.explaining.parts import MemoryKind, StepParts, bytes_of, first_of_sizes, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.explaining.unexpected import Cure, strongest
@@ -124,7 +122,7 @@ class PlannedJob:
     query: PlanQuery
 
     @classmethod
-    def from_model(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
+    def from_model(cls, model: nn.Module | str, job: Job, sample_input: Any) -> Self:
         """Trace a model for `job`, whose ``ac`` is the checkpointing that ran.
 
         Raises:
@@ -243,12 +241,9 @@ def weights_by_model(blocks: Iterable[Block], parts: StepParts, model: nn.Module
     left: Counter[int] = Counter()
     for wanted in sorted(of_widths, key=lambda wanted: bytes_of(wanted & sizes), reverse=True):
         left = (left + wanted) & sizes
-    named = dict(parts.named)
-    for block in sorted(silent, key=lambda block: block.died is not None):
-        if left[rounded(block)]:
-            left[rounded(block)] -= 1
-            named[block] = replace(named[block], kind=MemoryKind.WEIGHTS)
-    return replace(parts, named=named)
+    weights = first_of_sizes(sorted(silent, key=lambda block: block.died is not None), left)
+    named = {block: replace(parts.named[block], kind=MemoryKind.WEIGHTS) for block in weights}
+    return replace(parts, named=parts.named | named)
 
 
 def compare(blocks: Sequence[Block], parts: StepParts, planned: PlannedStep) -> tuple[StepParts, PlanComparison]:
@@ -291,12 +286,10 @@ def _activations_by_layer(tensors: Iterable[Compared]) -> Counter[int]:
 
 def _named_alike(blocks: Iterable[Block], parts: StepParts, tensors: Iterable[Compared]) -> StepParts:
     """Return `parts` with the blocks named whose stack tells nothing: by a tensor of the size, in the same order."""
-    waiting: dict[int, list[Compared]] = defaultdict(list)
-    for each in tensors:
-        waiting[round_up(each.size)].append(each)
+    waiting = grouped((round_up(each.size), each) for each in tensors)
     named = dict(parts.named)
     for block in sorted(blocks, key=lambda block: block.born):
-        same, known = waiting[rounded(block)], named[block]
+        same, known = waiting.get(rounded(block)), named[block]
         if known.kind is MemoryKind.OLD and same:
             each = same.pop(0)
             named[block] = replace(known, kind=each.kind, layer=each.layer)

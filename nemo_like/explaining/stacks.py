@@ -34,18 +34,28 @@ class Phase(StrEnum):
 
 
 _PACKAGE = re.compile(r".*?(?:site|dist)-packages/(.*)$")
-_RECOMPUTES = {"recompute_fn", "unpack_hook", "backward", "_recompute", "recompute"}
-# Functions that make or move weights.
-_BUILDS = {
-    *("_apply", "convert", "cuda", "from_pretrained", "load_state_dict", "_load_pretrained_model", "to_empty"),
-    *(
-        "reset_parameters",
-        "_init_weights",
-        "set_module_tensor_to_device",
-        "_load_state_dict_into_meta_model",
-        "__init__",
+# The phase that a function belongs to, of those that match ``file:name`` the first; None: to none.
+_PHASES: tuple[tuple[Phase | None, str], ...] = (
+    (None, r"torch/optim/lr_scheduler.*"),
+    (Phase.OPTIMIZER, r"torch/optim/.*|(?i:.*optim.*):step"),
+    (Phase.CLIPPING, r".*clip_grad.*"),
+    (
+        Phase.RECOMPUTATION,
+        r"torch/utils/checkpoint\.py:(?:recompute_fn|unpack_hook|backward|_recompute|recompute)",
     ),
-}
+    (Phase.FSDP, r"torch/distributed/(?:fsdp|_composable).*"),
+    (Phase.COLLECTIVE, r"torch/distributed/(?!tensor).*"),
+    (Phase.BACKWARD, r"torch/autograd/(?:graph|__init__)\.py.*|torch/_tensor\.py:backward"),
+    (Phase.FORWARD, r".*:forward"),
+    # Functions that make or move weights.
+    (
+        Phase.BUILD,
+        r".*:(?:_apply|convert|cuda|from_pretrained|load_state_dict|_load_pretrained_model|to_empty|reset_parameters|"
+        r"_init_weights|set_module_tensor_to_device|_load_state_dict_into_meta_model|__init__)|"
+        r"torch/nn/parameter\.py:__deepcopy__",
+    ),
+    (Phase.STATE, r".*:[^:]*state_dict[^:]*"),
+)
 # The phase of a stack with several of them is the first of these.
 _FIRST = (
     *(Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.CLIPPING, Phase.FSDP, Phase.COLLECTIVE, Phase.BACKWARD),
@@ -97,28 +107,8 @@ def signature(frames: Frames) -> tuple[tuple[str, int], ...]:
 @functools.cache
 def _phase_of_function(filename: str, name: str) -> Phase | None:
     """Return the phase that a function of Python belongs to, if any."""
-    path = in_package(filename)
-    if path.startswith("torch/optim/lr_scheduler"):
-        return None
-    if path.startswith("torch/optim/") or (name == "step" and "optim" in path.lower()):
-        return Phase.OPTIMIZER
-    if "clip_grad" in path or "clip_grad" in name:
-        return Phase.CLIPPING
-    if path == "torch/utils/checkpoint.py" and name in _RECOMPUTES:
-        return Phase.RECOMPUTATION
-    if path.startswith(("torch/distributed/fsdp", "torch/distributed/_composable")):
-        return Phase.FSDP
-    if path.startswith("torch/distributed/") and not path.startswith("torch/distributed/tensor"):
-        return Phase.COLLECTIVE
-    if path.startswith(("torch/autograd/graph.py", "torch/autograd/__init__.py")) or (
-        path == "torch/_tensor.py" and name == "backward"
-    ):
-        return Phase.BACKWARD
-    if name == "forward":
-        return Phase.FORWARD
-    if name in _BUILDS or (path == "torch/nn/parameter.py" and name == "__deepcopy__"):
-        return Phase.BUILD
-    return Phase.STATE if "state_dict" in name else None
+    function = f"{in_package(filename)}:{name}"
+    return next((phase for phase, pattern in _PHASES if re.fullmatch(pattern, function)), None)
 
 
 def phase_of(frames: Frames, *, recorded: bool) -> Phase:

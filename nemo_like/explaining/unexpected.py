@@ -2,10 +2,10 @@
 
 from bisect import bisect, bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_like._util.table import byte_word
+from nemo_like._util.table import byte_word, grouped
 from nemo_like.explaining.parts import MemoryKind, StepParts
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
 from nemo_like.explaining.stacks import Phase, place_of, text_of
@@ -46,21 +46,8 @@ class Unexpected:
 
 def unexpected_at_peak(timeline: MemoryTimeline, parts: StepParts) -> list[Unexpected]:
     """Return the causes of memory that should not be alive at the peak, the largest first."""
-    begins: dict[int, int] = {}
-    for block, each in parts.named.items():
-        if each.phase is Phase.FORWARD and block.born > BEFORE:
-            begins[each.step] = min(block.born, begins.get(each.step, block.born))
-    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
-    causes = [
-        _old_gradients(timeline, parts, begins, updates),
-        _old_outputs(timeline, parts, begins),
-        _copies(timeline, parts),
-        _waiting(timeline),
-        _saving(timeline, parts),
-        *_growth(timeline, parts, begins, updates),
-        _idle_stream(timeline),
-        _fragments(timeline),
-    ]
+    causes = [_cause(timeline, *each) for each in _left_behind(timeline, parts)]
+    causes += [_idle_stream(timeline), _fragments(timeline)]
     least = _LEAST * timeline.active[timeline.peak_at + 1]
     return sorted((each for each in causes if each and each.size >= least), key=lambda each: -each.size)
 
@@ -74,87 +61,71 @@ def _cause(
     return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if size else None
 
 
-def _left_behind(parts: StepParts, begins: Mapping[int, int], kinds: Collection[MemoryKind]) -> dict[Block, int]:
-    """Return the blocks of these kinds that outlive the beginning of the next forward, and that event; `begins`: by step."""
-    return {
-        block: begins[each.step + 1]
+def _left_behind(timeline: MemoryTimeline, parts: StepParts) -> Iterator[tuple[str, dict[Block, int], str, str]]:
+    """Yield the causes that are known by their blocks, as `_cause` takes them."""
+    begins: dict[int, int] = {}  # By step, where its forward begins.
+    for block, each in parts.named.items():
+        if each.phase is Phase.FORWARD and block.born > BEFORE:
+            begins[each.step] = min(block.born, begins.get(each.step, block.born))
+    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
+    outlive = {  # the beginning of the next forward, and that event
+        block: (each, begins[each.step + 1])
         for block, each in parts.named.items()
-        if each.kind in kinds and each.step + 1 in begins and block.outlives(begins[each.step + 1])
+        if each.step + 1 in begins and block.outlives(begins[each.step + 1])
     }
-
-
-def _of_steps(parts: StepParts, blocks: Mapping[Block, int]) -> dict[Block, int]:
-    """Return those of `blocks` that a recorded step has made."""
-    return {block: since for block, since in blocks.items() if parts.named[block].step > BEFORE}
-
-
-def _old_gradients(
-    timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int], updates: Sequence[int]
-) -> Unexpected | None:
-    """Gradients that an optimizer has used, from where the next forward begins; `updates`: its allocations, in order."""
-    gone_from = {
-        block: since
-        for block, since in _left_behind(parts, begins, (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS)).items()
-        if parts.named[block].kind is MemoryKind.OLD_GRADIENTS or _any_between(block.born, since, updates)
-    }
-    return _cause(
-        timeline,
+    yield (
         "gradients of the last step",
-        gone_from,
+        {
+            block: since
+            for block, (each, since) in outlive.items()
+            if each.kind is MemoryKind.OLD_GRADIENTS
+            or (each.kind is MemoryKind.GRADIENTS and _any_between(block.born, since, updates))  # they were used
+        },
         "last step's gradients lie under the forward, since zero_grad() comes after it",
         "optimizer.zero_grad()   before   model(...)",
     )
-
-
-def _old_outputs(timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int]) -> Unexpected | None:
-    """Activations, outputs or losses, from where the next forward begins."""
-    gone_from = _of_steps(parts, _left_behind(parts, begins, _FORWARD))
-    largest = max(gone_from, key=lambda block: block.size, default=None)
+    of_steps = {block: since for block, (each, since) in outlive.items() if each.step > BEFORE}
+    outputs = {block: since for block, since in of_steps.items() if parts.named[block].kind in _FORWARD}
+    largest = max(outputs, key=lambda block: block.size, default=None)
     place = "" if largest is None else place_of(largest.frames)
-    return _cause(
-        timeline,
+    yield (
         "outputs of an earlier step",
-        gone_from,
+        outputs,
         f"tensors of an earlier forward are still referenced, most of them from {place or 'an unknown place'}",
         "del outputs, loss   behind   optimizer.step(); keep loss.item() or loss.detach()",
     )
-
-
-def _copies(timeline: MemoryTimeline, parts: StepParts) -> Unexpected | None:
-    return _cause(
-        timeline,
+    yield (
         "a further copy of weights",
         {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS},
         "blocks of the sizes of all weights are there once more: a second model, or an average of weights",
+        "",
     )
-
-
-def _waiting(timeline: MemoryTimeline) -> Unexpected | None:
-    """Blocks whose free was asked for and waits, since another stream has used them (``record_stream``)."""
-    return _cause(
-        timeline,
+    yield (
         "frees that wait for streams",
         {block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died},
         "they were freed, and wait for another stream that used them (record_stream)",
+        "",
     )
-
-
-def _saving(timeline: MemoryTimeline, parts: StepParts) -> Unexpected | None:
-    """Blocks that ``state_dict()`` has made: gathered or copied weights, and states of an optimizer's empty step."""
-    alive = timeline.alive(timeline.peak_at)
-    gone_from = {
-        block: BEFORE for block in alive if parts.named[block].kind is not MemoryKind.WEIGHTS and _saves(block)
-    }
-    return _cause(
-        timeline,
+    alive = [block for block in timeline.alive(timeline.peak_at) if parts.named[block].kind is not MemoryKind.WEIGHTS]
+    yield (
         "made while saving",
-        gone_from,
+        {block: BEFORE for block in alive if _saves(block)},
         "state_dict() has made it, for a checkpoint, and it is still there",
         "nemo_like.distributed.get_model_state(model, full=True), which gathers into CPU memory",
     )
+    places: dict[str, dict[Block, int]] = defaultdict(dict)
+    for block, since in of_steps.items():
+        if parts.named[block].kind in _LEFT:
+            places[place_of(block.frames)][block] = since
+    for place, blocks in places.items():
+        if len({parts.named[block].step for block in blocks}) >= _STEPS:
+            born = [block.born for block in blocks]
+            which = "step" if _any_between(min(born), max(born), updates) else "micro-batch"
+            yield "growth", blocks, f"each {which} leaves some behind, made at {place}", ""
 
 
 def _saves(block: Block) -> bool:
+    """Return whether ``state_dict()`` has made it: a gathered or copied weight, or a state of an optimizer's empty step."""
     names = (text_of(frame, "name") for frame in block.frames)
     return any(("state_dict" in name and "load" not in name) or name == "_init_optim_state" for name in names)
 
@@ -179,20 +150,6 @@ def _idle_stream(timeline: MemoryTimeline) -> Unexpected | None:
         f"it is free in segments of {streams} that no longer allocate",
         "torch.cuda.empty_cache()   once, behind the work on that stream",
     )
-
-
-def _growth(
-    timeline: MemoryTimeline, parts: StepParts, begins: Mapping[int, int], updates: Sequence[int]
-) -> Iterable[Unexpected | None]:
-    """Blocks that each step leaves behind, by their place in the source."""
-    places: dict[str, dict[Block, int]] = defaultdict(dict)
-    for block, since in _of_steps(parts, _left_behind(parts, begins, _LEFT)).items():
-        places[place_of(block.frames)][block] = since
-    for place, blocks in places.items():
-        if len({parts.named[block].step for block in blocks}) >= _STEPS:
-            born = [block.born for block in blocks]
-            which = "step" if _any_between(min(born), max(born), updates) else "micro-batch"
-            yield _cause(timeline, "growth", blocks, f"each {which} leaves some behind, made at {place}")
 
 
 def _any_between(first: int, last: int, events: Sequence[int]) -> bool:
@@ -242,7 +199,11 @@ class Cure:
 
 def cures_of(timeline: MemoryTimeline, parts: StepParts) -> list[Cure]:
     """Return the changes that lower the peak by a hundredth or more, the strongest first."""
-    tried = [*_recomputed(timeline, parts), *_lighter_state(timeline, parts)]
+    tried = list(_recomputed(timeline, parts))
+    # 8-bit states have a quarter of the bytes of float32 ones.
+    states = [block for block, each in parts.named.items() if each.kind is MemoryKind.STATE]
+    if less := {replace(block, size=3 * block.size // 4): BEFORE for block in states}:
+        tried.append(Cure("optimizer='adamw-8bit': its state in 8 bits", timeline.peak_without(less)))
     return strongest(tried, timeline.active[timeline.peak_at + 1])
 
 
@@ -258,10 +219,11 @@ def _recomputed(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
     The last tensor of a layer stays: it is the input of the next one. Tensors that recomputing makes and frees again at
     once are not counted.
     """
-    layers: dict[tuple[int, int], list[Block]] = defaultdict(list)
-    for block, each in parts.named.items():
-        if each.kind is MemoryKind.ACTIVATIONS and each.layer is not None and block.born > BEFORE:
-            layers[each.step, each.layer].append(block)
+    layers = grouped(
+        ((each.step, each.layer), block)
+        for block, each in parts.named.items()
+        if each.kind is MemoryKind.ACTIVATIONS and each.layer is not None and block.born > BEFORE
+    )
     gone, back = dict[Block, int](), dict[Block, int]()
     for blocks in layers.values():
         last = max(blocks, key=lambda block: block.born)
@@ -271,14 +233,6 @@ def _recomputed(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
                 gone[block], back[block] = last.born, max(last.born, again - 1)
     if gone:
         yield Cure("ac='full': layers recomputed", timeline.peak_without(gone, back))
-
-
-def _lighter_state(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
-    """8-bit states have a quarter of the bytes of float32 ones."""
-    states = [block for block, each in parts.named.items() if each.kind is MemoryKind.STATE]
-    if states:
-        less = {replace(block, size=3 * block.size // 4): BEFORE for block in states}
-        yield Cure("optimizer='adamw-8bit': its state in 8 bits", timeline.peak_without(less))
 
 
 def reserved_if_expandable(timeline: MemoryTimeline, memory: int) -> int | None:

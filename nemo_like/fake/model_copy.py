@@ -1,7 +1,7 @@
 """Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CellType, FunctionType, GeneratorType, MethodType
@@ -50,10 +50,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """A copy of `model` with parameters on the meta device, tied ones once; its buffers are the model's."""
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    buffers: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, buffers | _on_meta(model.parameters()))
 
 
 def copy_to_keep(model: nn.Module) -> nn.Module:
@@ -63,13 +61,14 @@ def copy_to_keep(model: nn.Module) -> nn.Module:
     """
     copied = model_copy(model)
     del copied.__dict__[_MARK]
-    moved: dict[int, nn.Parameter] = {}
+    moved = _on_meta(parameter for parameter in copied.parameters() if type(parameter) is nn.Parameter)
     for module in copied.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is nn.Parameter:
-                fresh = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = moved.setdefault(id(parameter), fresh)
+        module._parameters.update({n: moved[id(p)] for n, p in module._parameters.items() if id(p) in moved})
     return copied
+
+
+def _on_meta(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
+    return {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in parameters}
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 Attributes of classes, closures and globals that a forward changes are not looked for: they stay as it left them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools
@@ -12,7 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -72,7 +70,7 @@ class RememberedTables:
         self._before: list[Any] = []
         self._entered = 0
 
-    def __enter__(self) -> RememberedTables:
+    def __enter__(self) -> Self:
         self._entered += 1
         if self._entered == 1:
             self._before = [vars(owner)[name] if name else owner.cell_contents for owner, name in self._places]

@@ -106,15 +106,9 @@ class FakeRun(TorchDispatchMode):
             if func in _INDEXED:
                 args = (args[0], _places(args[1]), *args[2:])
             with self.fake:
-                if func is _BINCOUNT:
-                    return self._bincount(*args, **kwargs)
-                if func in _RMS_NORM:
-                    return _RMS_NORM[func](*args, **kwargs)
                 if func is _LAYER_NORM and self.cuda is not None:
                     return _statistics_in_float32(*func(*args, **kwargs))
-                if func is _LAYER_NORM_BACKWARD:
-                    return _in_rows(*func(*args, **kwargs))
-                return self._grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+                return _RULES[func](func, *args, **kwargs) if func in _RULES else func(*args, **kwargs)
         if any(t.untyped_storage() in self._unknown for t in inputs):
             return self._beside_unknown(func, args, kwargs)
         if (
@@ -154,17 +148,6 @@ class FakeRun(TorchDispatchMode):
         """
         return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast, cache_enabled=False)
 
-    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
-        if a.dtype == torch.bfloat16:
-            return _GROUPED_MM(a, b, *args, **kwargs)
-        alike = (torch.empty_strided(t.shape, _strides_in_bfloat16(t), dtype=torch.bfloat16) for t in (a, b))
-        out = _GROUPED_MM(*alike, *args, **kwargs)
-        pad = 16 // a.element_size()  # rows of the result are aligned to 16 bytes
-        width = -(-out.shape[-1] // pad) * pad
-        strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
-        return torch.empty_strided(out.shape, strides, dtype=a.dtype)
-
     def _route(self, chosen: torch.Tensor, experts: int, group: str) -> tuple[torch.Tensor, ...]:
         """Who sends how many rows to whom is a plan's, and real; which rows has no values."""
         assert self.routing is not None
@@ -174,14 +157,6 @@ class FakeRun(TorchDispatchMode):
         with self.fake:
             sizes = (sent, sent, tokens, rows, rows, came, local)
             return *(torch.empty(size, dtype=torch.int32) for size in sizes), table
-
-    def _bincount(self, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-        """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""
-        if minlength == 0:
-            return _BINCOUNT(ids, weights)
-        counted = torch.int64 if weights is None else torch.float64
-        dtype = torch.float32 if weights is not None and weights.dtype is torch.float32 else counted
-        return torch.empty(minlength, dtype=dtype)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A fake CPU tensor with the shape, strides and `requires_grad` of `tensor`, on whatever device that is."""
@@ -232,7 +207,7 @@ def check_layouts(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _rms_norm(
-    input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+    func: object, input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CUDA's fused kernel: the CPU has none, so that PyTorch knows no shapes of it."""
     rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
@@ -241,6 +216,7 @@ def _rms_norm(
 
 
 def _rms_norm_backward(
+    func: object,
     grad: torch.Tensor,
     input: torch.Tensor,
     shape: Sequence[int],
@@ -258,22 +234,45 @@ def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tupl
     return out, *(t if t.element_size() > 2 else torch.empty_like(t, dtype=torch.float32) for t in statistics)
 
 
-def _in_rows(of_input: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _layer_norm_backward(func: Any, *args: object, **kwargs: object) -> tuple[torch.Tensor | None, ...]:
     """Kernels write the gradient of a layer norm's input in rows; PyTorch's rule takes its argument's layout."""
+    of_input, *others = func(*args, **kwargs)
     rows = None if of_input is None else torch.empty_like(of_input, memory_format=torch.contiguous_format)
     return rows, *others
 
 
-_RMS_NORM: dict[Any, Callable[..., Any]] = {
+def _grouped_mm(func: Any, a: torch.Tensor, b: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
+    if a.dtype == torch.bfloat16:
+        return func(a, b, *args, **kwargs)
+    alike = (torch.empty_strided(t.shape, _strides_in_bfloat16(t), dtype=torch.bfloat16) for t in (a, b))
+    out = func(*alike, *args, **kwargs)
+    pad = 16 // a.element_size()  # rows of the result are aligned to 16 bytes
+    width = -(-out.shape[-1] // pad) * pad
+    strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
+    return torch.empty_strided(out.shape, strides, dtype=a.dtype)
+
+
+def _bincount(func: Any, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""
+    if minlength == 0:
+        return func(ids, weights)
+    counted = torch.int64 if weights is None else torch.float64
+    dtype = torch.float32 if weights is not None and weights.dtype is torch.float32 else counted
+    return torch.empty(minlength, dtype=dtype)
+
+
+# In the place of PyTorch's rules for the outputs of operators, which are passed first.
+_RULES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._fused_rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    torch.ops.aten.native_layer_norm_backward.default: _layer_norm_backward,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.bincount.default: _bincount,
 }
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
-_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
 # These return their argument; torch's rules for fake tensors make another one.
 ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-_BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))
 # Not `zeros`: models fill those with results.

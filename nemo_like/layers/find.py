@@ -16,6 +16,7 @@ from nemo_like._util.module_tree import (
     join,
     registered,
 )
+from nemo_like._util.table import grouped
 from nemo_like._util.words import a_or_an
 from nemo_like.layers.groups import GROUPS, groups_of
 from nemo_like.layers.structure import (
@@ -94,10 +95,7 @@ def layer_groups(
     model: nn.Module, layers: Iterable[str | nn.Module] | str | nn.Module | None = None
 ) -> dict[str, list[nn.Module]]:
     """`find_layers`, as one list of modules for each group that occurs (language, vision, audio, other)."""
-    groups: dict[str, list[nn.Module]] = {}
-    for layer in find_layers(model, layers):
-        groups.setdefault(layer.group, []).append(layer.module)
-    return groups
+    return grouped((layer.group, layer.module) for layer in find_layers(model, layers))
 
 
 class _Finder:
@@ -140,10 +138,7 @@ class _Finder:
         for _, child in bare_children(parent):
             if has_declared_base(child):
                 candidates.setdefault(id(child), child)
-        by_class: dict[type, list[nn.Module]] = {}
-        for candidate in candidates.values():
-            if is_callable(candidate):
-                by_class.setdefault(class_of(candidate), []).append(candidate)
+        by_class = grouped((class_of(each), each) for each in candidates.values() if is_callable(each))
         return [child for siblings in by_class.values() if not self._are_stages(siblings) for child in siblings]
 
     def _run(self, parent: nn.Module, series: list[nn.Module]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from nemo_like._util.module_tree import bare, bare_children
+from nemo_like._util.table import grouped
 
 _MIXER_WORDS = re.compile(r"attention|attn|mixer|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
 _NORM_WORDS = re.compile(r"norm", re.IGNORECASE)
@@ -126,11 +127,9 @@ def child_series(module: nn.Module) -> Iterator[list[nn.Module]]:
         elif children:
             yield [child for _, child in children]
         return
-    stems: dict[str, list[nn.Module]] = {}
-    for name, child in children:
-        match = _NUMBERED.fullmatch(name)
-        if match and not is_sequence(child):
-            stems.setdefault(match[1], []).append(child)
+    stems = grouped(
+        (match[1], child) for name, child in children if (match := _NUMBERED.fullmatch(name)) and not is_sequence(child)
+    )
     yield from (members for members in stems.values() if len(members) > 1)
 
 

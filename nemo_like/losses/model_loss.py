@@ -3,15 +3,13 @@
 While a model in training mode is called with labels, its head answers with `DeferredLogits`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -90,11 +88,9 @@ class DeferredLogits(Tensor):
 
     recipe: Recipe
 
-    @staticmethod
-    def from_recipe(recipe: Recipe, width: int, dtype: torch.dtype) -> DeferredLogits:
-        deferred: DeferredLogits = shape_only(
-            DeferredLogits, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device
-        )
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, width: int, dtype: torch.dtype) -> Self:
+        deferred: Self = shape_only(cls, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device)
         deferred.recipe = recipe
         return deferred
 

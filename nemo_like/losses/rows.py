@@ -4,8 +4,6 @@ A chunk is worked on in blocks of rows, so that temporaries are a small part of 
 operator is then in the cache when the next one reads it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -152,6 +150,36 @@ class Terms:
     def in_softmax(self, weights: Tensor, lse: Tensor) -> Tensor:
         """Return the factor of the softmax in the gradient; (rows,)."""
         return weights * (1 + 2 * self.z_loss * lse) if self.z_loss else weights
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Columns `start` to `start + width` of `size`, the other columns being with the ranks of `group`."""
+
+    size: int
+    width: int
+    start: int = 0
+    group: Any = None  # The process group whose ranks hold the other columns; None: there are none.
+
+    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels as columns of this shard, and which of them lie in it. Both (tokens,)."""
+        if self.group is None:
+            return labels, torch.ones_like(labels, dtype=torch.bool)
+        local = labels - self.start
+        return local, (local >= 0) & (local < self.width)
+
+    def combine(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """From those of each shard to those of the whole vocabulary, in two reductions.
+
+        Args:
+            lse: (tokens,), logarithms of sums of exponentials.
+            sums: (j, tokens).
+        """
+        largest = lse.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        all_sums = torch.cat([(lse - largest).exp()[None], sums])
+        dist.all_reduce(all_sums, dist.ReduceOp.SUM, self.group)
+        return all_sums[0].log() + largest, all_sums[1:]
 
 
 class CrossEntropyRows:
@@ -318,33 +346,3 @@ def _cut_gradient_(
 
 
 # Which part of the vocabulary a rank's logits are: all of it, or the shard of a tensor-parallel head.
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Columns `start` to `start + width` of `size`, the other columns being with the ranks of `group`."""
-
-    size: int
-    width: int
-    start: int = 0
-    group: Any = None  # The process group whose ranks hold the other columns; None: there are none.
-
-    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels as columns of this shard, and which of them lie in it. Both (tokens,)."""
-        if self.group is None:
-            return labels, torch.ones_like(labels, dtype=torch.bool)
-        local = labels - self.start
-        return local, (local >= 0) & (local < self.width)
-
-    def combine(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """From those of each shard to those of the whole vocabulary, in two reductions.
-
-        Args:
-            lse: (tokens,), logarithms of sums of exponentials.
-            sums: (j, tokens).
-        """
-        largest = lse.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        all_sums = torch.cat([(lse - largest).exp()[None], sums])
-        dist.all_reduce(all_sums, dist.ReduceOp.SUM, self.group)
-        return all_sums[0].log() + largest, all_sums[1:]

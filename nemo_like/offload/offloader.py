@@ -8,13 +8,11 @@
 16384
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -44,42 +42,6 @@ from nemo_like.torch_compat import (
 PARAMETER = "a parameter, or a view of one"
 LAST_LAYER = "where backward starts (the last layer, or layers left out, and the code after them)"
 PART = "less than half of its storage"
-
-
-def offload_activations(
-    config: OffloadConfig | str | None = None,
-    *,
-    model: nn.Module | None = None,
-    layers: Sequence[nn.Module] = (),
-    left_out: Sequence[nn.Module] = (),
-    backend: Backend | None = None,
-) -> Offloader:
-    """A context manager: tensors that autograd saves inside it wait on the host until backward uses them.
-
-    Make it once and enter it each step: it has the counters, and PyTorch keeps pinned CPU memory for the next step.
-
-    Args:
-        config: an `OffloadConfig`, or its mode; None: ``"all"``.
-        model: its parameters and buffers never move (without it, they are known by type and by graph).
-        layers: the repeated blocks, in the order of forward. They are the unit of prefetching, and the last one's
-            tensors stay, because backward starts with them. Needed for the modes ``boundary`` and ``saved``.
-        left_out: modules (an output head) from whose call on nothing is moved, up to the next call of `model`: backward
-            starts there.
-        backend: where and how bytes move; None: the accelerator, else the copying one.
-
-    Raises:
-        TypeError: `config` is neither. ValueError: an unknown mode; ``boundary`` or ``saved`` without `layers`.
-
-    The context is entered around forward (backward may run inside or outside) and around checkpointing. Entering it
-    within a checkpointed region raises RuntimeError.
-    """
-    config = OffloadConfig.of(config, default="all")
-    if config.mode in ("boundary", "saved") and not layers:
-        raise ValueError(
-            f"Offloading {config.mode!r} moves layer inputs, and was not told the layers. Pass layers=[...] "
-            "(nemo_like.layers.find_layers finds them), or use offload='all'."
-        )
-    return Offloader(config, model=model, layers=layers, left_out=left_out, backend=backend)
 
 
 class Offloader:
@@ -257,7 +219,7 @@ class Offloader:
         """The tensor that `to_host` took is about to be changed in place: the taken values stay as they are."""
         handle.before_change()
 
-    def __enter__(self) -> Offloader:
+    def __enter__(self) -> Self:
         stack = ExitStack()
         if self.config.mode != "none":
             self.refuse_inside_checkpointing()
@@ -326,6 +288,42 @@ class Offloader:
         """Bring `stats` up to date with graphs that have died since; returns them."""
         self._mover.retire()
         return self.stats
+
+
+def offload_activations(
+    config: OffloadConfig | str | None = None,
+    *,
+    model: nn.Module | None = None,
+    layers: Sequence[nn.Module] = (),
+    left_out: Sequence[nn.Module] = (),
+    backend: Backend | None = None,
+) -> Offloader:
+    """A context manager: tensors that autograd saves inside it wait on the host until backward uses them.
+
+    Make it once and enter it each step: it has the counters, and PyTorch keeps pinned CPU memory for the next step.
+
+    Args:
+        config: an `OffloadConfig`, or its mode; None: ``"all"``.
+        model: its parameters and buffers never move (without it, they are known by type and by graph).
+        layers: the repeated blocks, in the order of forward. They are the unit of prefetching, and the last one's
+            tensors stay, because backward starts with them. Needed for the modes ``boundary`` and ``saved``.
+        left_out: modules (an output head) from whose call on nothing is moved, up to the next call of `model`: backward
+            starts there.
+        backend: where and how bytes move; None: the accelerator, else the copying one.
+
+    Raises:
+        TypeError: `config` is neither. ValueError: an unknown mode; ``boundary`` or ``saved`` without `layers`.
+
+    The context is entered around forward (backward may run inside or outside) and around checkpointing. Entering it
+    within a checkpointed region raises RuntimeError.
+    """
+    config = OffloadConfig.of(config, default="all")
+    if config.mode in ("boundary", "saved") and not layers:
+        raise ValueError(
+            f"Offloading {config.mode!r} moves layer inputs, and was not told the layers. Pass layers=[...] "
+            "(nemo_like.layers.find_layers finds them), or use offload='all'."
+        )
+    return Offloader(config, model=model, layers=layers, left_out=left_out, backend=backend)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

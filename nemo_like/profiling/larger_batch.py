@@ -1,7 +1,5 @@
 """A batch larger than the one that a plan was made for: trained on all the same, and warned of once."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable
@@ -17,21 +15,6 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Plan
 
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
-
-
-def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
-    """Return a watch for a batch that is larger than planned; None: the planned size is not known.
-
-    Args:
-        plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
-            largest of all.
-        tokens: elements of that tensor; `plan` is asked first.
-    """
-    sample = "" if plan is None else plan.step.get("sample", "")
-    if plan is not None and sample and plan.peak_bytes:
-        most = _most(_sizes(sample))
-        return SizeWatch(sample, most, plan.peak_bytes) if most else None
-    return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
 
 
 def most_elements(tensors: Iterable[torch.Tensor]) -> int:
@@ -76,6 +59,21 @@ class SizeWatch:
             f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "
             "largest batch: give it as sample_input=, or its length as --seq-len of nemo-like fit."
         )
+
+
+def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
+    """Return a watch for a batch that is larger than planned; None: the planned size is not known.
+
+    Args:
+        plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
+            largest of all.
+        tokens: elements of that tensor; `plan` is asked first.
+    """
+    sample = "" if plan is None else plan.step.get("sample", "")
+    if plan is not None and sample and plan.peak_bytes:
+        most = _most(_sizes(sample))
+        return SizeWatch(sample, most, plan.peak_bytes) if most else None
+    return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
 
 
 def _sizes(described: str) -> list[tuple[str, int]]:

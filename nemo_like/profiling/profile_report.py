@@ -1,7 +1,5 @@
 """Reports of a profile: rows per layer, totals, and the two ways to read them (table, JSON)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict
@@ -34,6 +32,30 @@ class LayerProfile:
     """Milliseconds of its backward."""
     spread: float
     """(max - min) / median of these times, the larger."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stretch of the training step and the most bytes alive in it when nothing is checkpointed.
+
+    `calls_before` is how many layer calls are before it whose saved bytes are still alive: the bytes that recomputing
+    those layers frees come off this peak.
+    """
+
+    calls_before: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class ProfiledCall:
+    """One call of one layer, and the effects of recomputing it."""
+
+    layer: int
+    # Bytes that are not saved from forward to backward; negative where its inputs are larger than its saved tensors.
+    freed: int
+    cost: float  # Time that the recomputation takes, any unit.
+    # The most bytes alive during the recomputation itself, before bytes freed by earlier layers come off.
+    recompute_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,30 +157,6 @@ class ProfileReport:
 
 
 # Layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A stretch of the training step and the most bytes alive in it when nothing is checkpointed.
-
-    `calls_before` is how many layer calls are before it whose saved bytes are still alive: the bytes that recomputing
-    those layers frees come off this peak.
-    """
-
-    calls_before: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class ProfiledCall:
-    """One call of one layer, and the effects of recomputing it."""
-
-    layer: int
-    # Bytes that are not saved from forward to backward; negative where its inputs are larger than its saved tensors.
-    freed: int
-    cost: float  # Time that the recomputation takes, any unit.
-    # The most bytes alive during the recomputation itself, before bytes freed by earlier layers come off.
-    recompute_peak: int = 0
 
 
 def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chosen: Collection[int]) -> int:

@@ -16,6 +16,7 @@ from nemo_like._util.live_bytes import DeviceBytes, storages_of
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import random_numbers_put_back
+from nemo_like._util.table import totals
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import check_whole
 from nemo_like.distributed.launch import checked_device, current_device
@@ -103,10 +104,8 @@ class LayerTrace:
 
     def saved_bytes(self) -> Counter[int]:
         """Return the bytes that each layer, or `OUTSIDE`, saves, each storage at the one that saves it first."""
-        saved = Counter[int]()
-        for number, (first, *_) in self.savers.items():
-            saved[OUTSIDE if first == OUTSIDE else self.calls[first]] += self.sizes[number]
-        return saved
+        firsts = ((first, self.sizes[number]) for number, (first, *_) in self.savers.items())
+        return totals((OUTSIDE if first == OUTSIDE else self.calls[first], size) for first, size in firsts)
 
     def freed_bytes(self) -> Counter[int]:
         """By call: bytes of storages that it alone saved and was not passed, less inputs that nothing else keeps.
@@ -285,8 +284,9 @@ class MemoryProfiler:
         called, rows = Counter(step.calls), dict[int, LayerProfile]()
         for index in sorted(called):
             layer = self._layers[index]
-            forward = [1000 * seconds[index, "forward"] for seconds in times]
-            backward = [1000 * seconds[index, "backward"] for seconds in times]
+            forward, backward = (
+                [1000 * seconds[index, phase] for seconds in times] for phase in ("forward", "backward")
+            )
             rows[index] = LayerProfile(
                 name=layer.fqn,
                 kind=type(layer.module).__name__,
@@ -298,23 +298,25 @@ class MemoryProfiler:
                 spread=max(spread(forward), spread(backward)),
             )
         # Layers of one class that free the same bytes do the same work: one cost, so that noise does not decide.
-        alike = defaultdict[tuple[str, int, int], list[float]](list)
-        for row in rows.values():
-            alike[row.kind, row.freed_bytes, row.calls].append(row.forward_ms / row.calls)
-        moments, growth, live = [], Counter[int](), Counter[int]()
-        for event, following in pairwise(step.events):
-            moments.append(Moment(event.call, following.peak))
-            if event.phase == "forward":
-                growth[event.call] = following.peak - event.live
-            elif event.phase == "backward":
-                live[event.call] = event.live
-        calls, numbers = [], list(rows)
-        for call, index in enumerate(step.calls):
-            row = rows[index]
-            cost = statistics.median(alike[row.kind, row.freed_bytes, row.calls])
-            recompute_peak = live[call] - freed[call] + growth[call]
-            calls.append(ProfiledCall(numbers.index(index), freed[call], cost, recompute_peak))
-        steps = [1000 * trace.seconds for trace in timed]
+        kinds = {index: (row.kind, row.freed_bytes, row.calls) for index, row in rows.items()}
+        costs = {
+            kind: statistics.median(row.forward_ms / row.calls for index, row in rows.items() if kinds[index] == kind)
+            for kind in kinds.values()
+        }
+        stretches = list(pairwise(step.events))
+        moments = tuple(Moment(event.call, following.peak) for event, following in stretches)
+        growth = {event.call: following.peak - event.live for event, following in stretches if event.phase == "forward"}
+        live = {event.call: event.live for event, _ in stretches if event.phase == "backward"}
+        numbers, steps = list(rows), [1000 * trace.seconds for trace in timed]
+        calls = tuple(
+            ProfiledCall(
+                layer=numbers.index(index),
+                freed=freed[call],
+                cost=costs[kinds[index]],
+                recompute_peak=live.get(call, 0) - freed[call] + growth[call],
+            )
+            for call, index in enumerate(step.calls)
+        )
         return ProfileReport(
             model=type(self._model).__name__,
             device=str(self._device),
@@ -324,8 +326,8 @@ class MemoryProfiler:
             peak_bytes=max(moment.peak for moment in moments),
             step_ms=statistics.median(steps),
             step_spread=spread(steps),
-            moments=tuple(moments),
-            calls=tuple(calls),
+            moments=moments,
+            calls=calls,
             call_names=tuple(row.name for row in rows.values()),
         )
 

@@ -1,7 +1,5 @@
 """Advice of the planner where a training job runs out of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,18 +25,6 @@ def _flags(values: Mapping[str, Any]) -> str:
 
 class MemoryRanOutError(RuntimeError):
     """A step does not fit; the message has changes that would lower its peak."""
-
-
-def advice_on_memory(step: AdvisedStep) -> AbstractContextManager[None]:
-    """Raise `MemoryRanOutError` with changes of `step`, where memory runs out inside."""
-
-    def told(error: RuntimeError, ways: list[str]) -> MemoryRanOutError:
-        reason = str(error).strip().splitlines()[0]
-        return MemoryRanOutError(f"Memory ran out: {reason} Changes that lower the peak: {'; '.join(ways)}.")
-
-    return where_memory_runs_out(
-        step.ways_out, "no plan can be made of this model ({}); try --ac full and a larger --grad-accum", told
-    )
 
 
 @dataclass
@@ -83,3 +69,15 @@ class AdvisedStep:
             peak = write_bytes(peak_under(self.query(replace(options, **both))).total)
             ways.append(f"a peak of {peak} in place of {write_bytes(now)} with {_flags(both)}")
         return ways or ["a smaller --seq-len, or more ranks to shard over"]
+
+
+def advice_on_memory(step: AdvisedStep) -> AbstractContextManager[None]:
+    """Raise `MemoryRanOutError` with changes of `step`, where memory runs out inside."""
+
+    def told(error: RuntimeError, ways: list[str]) -> MemoryRanOutError:
+        reason = str(error).strip().splitlines()[0]
+        return MemoryRanOutError(f"Memory ran out: {reason} Changes that lower the peak: {'; '.join(ways)}.")
+
+    return where_memory_runs_out(
+        step.ways_out, "no plan can be made of this model ({}); try --ac full and a larger --grad-accum", told
+    )

@@ -7,8 +7,6 @@ global batch). It does not depend on the number of ranks. So a run that resumes 
 global batches, and no state has to be saved.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -16,9 +14,9 @@ import os
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,7 +42,7 @@ class Corpus:
         self.tokens, self.starts, self.size = tokens, list(starts), len(tokens)
 
     @classmethod
-    def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
+    def from_documents(cls, documents: Sequence[bytes]) -> Self:
         """The bytes of documents."""
         joined = bytearray().join(documents)
         tokens = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
@@ -237,9 +235,9 @@ class Batch:
         """Return the arguments by name of a model that computes its own loss."""
         return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets}
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """The same on `device`, as `send` has it."""
-        return Batch(send(self.inputs, device), send(self.targets, device))
+        return replace(self, inputs=send(self.inputs, device), targets=send(self.targets, device))
 
 
 def read_windows(corpus: Corpus, starts: Sequence[int], seq_len: int) -> Batch:

@@ -181,22 +181,28 @@ class PretrainOptions(SharedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lr_floor > 1:
-            raise ValueError(
-                f"--lr-floor is {self.lr_floor!r}; it is a share of the peak rate, and must be from 0 to 1."
-            )
-        if self.warmup > self.steps:
-            raise ValueError(
+        for is_wrong, problem in (
+            (
+                self.lr_floor > 1,
+                f"--lr-floor is {self.lr_floor!r}; it is a share of the peak rate, and must be from 0 to 1.",
+            ),
+            (
+                self.warmup > self.steps,
                 f"--warmup-steps is {self.warmup_steps}, and the run has {self.steps} steps: it would end before the "
-                "warm-up does. Give fewer, or more --steps."
-            )
-        if self.global_batch % self.grad_accum:
-            raise ValueError(
+                "warm-up does. Give fewer, or more --steps.",
+            ),
+            (
+                self.global_batch % self.grad_accum,
                 f"--grad-accum is {self.grad_accum}, which does not divide --global-batch {self.global_batch}; "
-                "a step's micro-batches must be of equal size."
-            )
-        if self.resume != "no" and self.checkpoint_dir is None:
-            raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
+                "a step's micro-batches must be of equal size.",
+            ),
+            (
+                self.resume != "no" and self.checkpoint_dir is None,
+                "--resume needs --checkpoint-dir: the folder that an earlier run wrote to.",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
         if self.precision not in FLOAT8 and check_dtype_word("--precision", self.precision, FLOAT8) in (
             "float16",
             "fp16",

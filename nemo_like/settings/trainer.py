@@ -76,28 +76,30 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
 
 def _prepare(values: dict[str, Any]) -> None:
     precision, ranks = values["precision"], values["world_size"]
-    if precision in ("bf16", "fp16") or precision == values.get("dtype", "fp32"):
+    half, shards = precision in ("bf16", "fp16"), ranks > 1 or values["cpu_offload"]
+    if half or precision == values.get("dtype", "fp32"):
         values[f"_{values.pop('precision')}"] = True
         values["_bf16"] = precision == "bf16"
-    if ranks == 1 or values["reduce_dtype"] == (precision if precision in ("bf16", "fp16") else "fp32"):
-        del values["reduce_dtype"]
-    if values["ac"] == "none":
-        del values["ac"]  # the usual one of `CheckpointingArguments`, not of a job
-    if ranks > 1 or values["cpu_offload"]:
+    if shards:
         values |= {"_fsdp": True, "_version": 2}
-        if values["reshard_after_forward"] == "default":
-            values["reshard_after_forward"] = "yes"
-    else:
-        del values["reshard_after_forward"]
-    if values["dp_replicate"] == values["tp"] == values["pp"] == 1:
-        del values["dp_shard"]  # all ranks, as the launcher starts them
+    if values["reshard_after_forward"] == "default":
+        values["reshard_after_forward"] = "yes"
     if values["loss"] == "chunked" and values["compile"] != "none":
         values["compile (of each layer)"] = values.pop("compile")  # `torch_compile` is of the whole model and its loss
-    if values["sync"] == "last" or 1 in (ranks, values["grad_accum"]):
-        del values["sync"]
-    values.pop("drop_output", None)
     if values["optimizer"] == "adamw-foreach":
         values["optimizer"] = "adamw"
+    unneeded = {
+        "reduce_dtype": ranks == 1 or values["reduce_dtype"] == (precision if half else "fp32"),
+        "ac": values["ac"] == "none",  # the usual one of `CheckpointingArguments`, not of a job
+        "reshard_after_forward": not shards,
+        # All ranks, as the launcher starts them.
+        "dp_shard": {values["dp_replicate"], values["tp"], values["pp"]} == {1},
+        "sync": values["sync"] == "last" or 1 in (ranks, values["grad_accum"]),
+        "drop_output": True,
+    }
+    for name, is_unneeded in unneeded.items():
+        if is_unneeded:
+            values.pop(name, None)
 
 
 # Keys and defaults: transformers/training_args.py, where ``_process_fsdp_args`` makes accelerate's plugin, and

@@ -476,8 +476,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "profiling/profiler.py",
-        "recompute_peak = live[call] - freed[call] + growth[call]",
-        "recompute_peak = live[call] + growth[call]",
+        "recompute_peak=live.get(call, 0) - freed[call] + growth[call]",
+        "recompute_peak=live.get(call, 0) + growth[call]",
         "tests/profiling/test_profiler.py tests/test_strategies.py",
     ),
     Fault(

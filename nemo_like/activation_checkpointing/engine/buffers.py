@@ -5,8 +5,6 @@ Delayed FP8 scaling appends to an amax history, batch norm moves its running sta
 buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

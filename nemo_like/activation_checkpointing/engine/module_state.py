@@ -9,8 +9,6 @@ A walk over a layer's modules in Python costs more than a small layer's forward.
 as their children are the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 import weakref

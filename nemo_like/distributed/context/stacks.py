@@ -11,6 +11,7 @@ from torch import nn
 
 from nemo_like._util.code import names_in
 from nemo_like._util.module_tree import bare, bare_modules
+from nemo_like._util.table import grouped
 from nemo_like.distributed.context.attention import attention_of, uses_interface
 from nemo_like.distributed.context.parts import CutStack
 from nemo_like.layers import Layer, find_layers
@@ -47,9 +48,7 @@ def find_stack(model: nn.Module, layers: Sequence[Layer] | None = None, call: nn
             f"cp cuts sequences of tokens, and this {type(model).__name__} has no layers of a language model (found: "
             f"{groups}). Use cp=1."
         )
-    members: dict[str, list[nn.Module]] = {}
-    for layer in words:
-        members.setdefault(_stack_name(model, layer.fqn), []).append(layer.inner)
+    members = grouped((_stack_name(model, layer.fqn), layer.inner) for layer in words)
     stacks, base = [], model_base()
     for name, inside in members.items():
         module = bare(model.get_submodule(name))

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from nemo_like._util.forwards import Forward
 from nemo_like._util.log import warn_once
+from nemo_like._util.table import grouped
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.tensor.plan import (
@@ -190,9 +191,7 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
         ValueError: rules under which sequences cannot be cut.
     """
     layers = tuple(find_layers(model) if layers is None else layers)
-    stacks: dict[str, list[Layer]] = {}
-    for layer in layers:
-        stacks.setdefault(layer.fqn.rpartition(".")[0], []).append(layer)
+    stacks = grouped((layer.fqn.rpartition(".")[0], layer) for layer in layers)
     cut = [stack for stack in stacks.values() if any(_inside(rules, layer.fqn) for layer in stack)]
     if not cut:
         raise ValueError(

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import rng_state, set_rng_state
+from nemo_like._util.table import grouped
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import together
@@ -177,10 +178,11 @@ def _naming(model: nn.Module, slots: list[Slot]) -> Naming | None:
         )
     if not isinstance(base, model_base() or ()):
         return None
-    names: dict[str, list[str]] = {}
-    for slot in slots:
-        for name in slot.names if slot.saved else ():
-            names.setdefault(without_peft(name.removeprefix(prefix)) if prefix else name, []).append(name)
+    names = grouped(
+        (without_peft(name.removeprefix(prefix)) if prefix else name, name)
+        for slot in slots
+        for name in (slot.names if slot.saved else ())
+    )
 
     def naming(stored: Collection[str]) -> NamesInModel:
         with original_classes(base):

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     HuggingFaceStorageReader,
     LoadPlan,
-    ReadItem,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.extras import require
+from nemo_like._util.table import grouped
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.weights.checked_files import CheckedReader, CheckpointUnreadableError, check_inside
 from nemo_like.distributed.weights.tensor_locations import Box, Slot, boxes_of, copy_whole, list_names
@@ -129,19 +129,20 @@ class StoredSource:
         boxes = [
             (self._stored[n], box) for n, t in targets.items() if n in self._stored for box in boxes_of(t.detach())
         ]
-        stacked = [name for name in targets if name in self._made and self._made[name][0].parts]
-        for name in stacked:
-            for box in boxes_of(targets[name].detach()):
-                boxes += self._expert_pieces(name, *box)
+        made = {name: self._made[name] for name in targets if name in self._made}
+        boxes += [
+            piece
+            for name, (conversion, _) in made.items()
+            if conversion.parts
+            for box in boxes_of(targets[name].detach())
+            for piece in self._expert_pieces(name, *box)
+        ]
         self._fill_boxes(boxes)
-        waiting: dict[int, list[str]] = {}
-        for name in targets:
-            if name in self._made and name not in stacked:
-                waiting.setdefault(id(self._made[name][0]), []).append(name)
-        for names in waiting.values():
-            made = self._made[names[0]][0].convert(self._read)
-            for name in names:
-                copy_whole(targets[name], made[self._made[name][1]])
+        for conversion in {id(each): each for each, _ in made.values() if not each.parts}.values():
+            tensors = conversion.convert(self._read)
+            for name, (maker, key) in made.items():
+                if maker is conversion:
+                    copy_whole(targets[name], tensors[key])
 
     def _expert_pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
         """Split a box of stacked experts at the tensors in the file: yield their names, and boxes of those."""
@@ -157,13 +158,14 @@ class StoredSource:
                 at = end
 
     def _fill_boxes(self, targets: Iterable[tuple[str, Box]]) -> None:
-        wanted: dict[str, list[Box]] = {}
-        for stored, box in targets:
-            wanted.setdefault(self._prefix + stored, []).append(box)
-        items: list[ReadItem] = []
-        for stored, boxes in wanted.items():
-            entry = self._saved[stored.removeprefix(self._prefix)]
-            items += create_read_items_for_chunk_list(stored, entry, [chunk for chunk, _ in boxes])
+        wanted = grouped((self._prefix + stored, box) for stored, box in targets)
+        items = [
+            item
+            for stored, boxes in wanted.items()
+            for item in create_read_items_for_chunk_list(
+                stored, self._saved[stored.removeprefix(self._prefix)], [chunk for chunk, _ in boxes]
+            )
+        ]
         # Not by `dcp.load`, which would read the metadata again, and have ranks wait for each other.
         try:
             self._reader.read_data(LoadPlan(items), _Boxes(wanted)).wait()
