@@ -1,6 +1,5 @@
 """Per-layer compilation: the same gradients, the same names, and the partitioner keeps what the policy says."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.compile import compile_layers, parse_compile
-from tests.checks import assert_bitwise, gradients_of
+from tests.checks import assert_bitwise, gradients_of, seeded
 from tests.models.blocks import Layer, Operators
 from tests.models.decoders import LAYERS, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES
@@ -124,16 +123,11 @@ def test_gradients_under_inductor_are_those_of_the_masks_that_forward_drew(ac: s
     direction = torch.randn_like(x)
 
     def loss(at: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(1)
-        return model(at).square().sum()
+        return seeded(model, at, seed=1).square().sum()
 
     (grad,) = torch.autograd.grad(loss(x), x)
     ahead, behind = (loss((x + s * direction).detach().requires_grad_()).item() for s in (step, -step))
     assert (grad * direction).sum().item() == pytest.approx((ahead - behind) / (2 * step), rel=1e-6)
-
-
-def as_it_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    return graph.forward
 
 
 @pytest.mark.few(3)
@@ -199,7 +193,7 @@ def test_what_a_traced_region_writes_and_recomputes_from_is_refused(kind: str) -
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["eager", as_it_is], ids=["eager", "a function"])
+@pytest.mark.parametrize("backend", ["eager", lambda graph, inputs: graph.forward], ids=["eager", "a function"])
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
 def test_a_model_that_others_compile_without_a_partitioner_is_refused(ac: str, backend: Any) -> None:
     """As `torch_compile_backend="eager"` in a Trainer does; PyTorch's own checkpoint draws other masks there, silently."""
@@ -216,8 +210,7 @@ def test_a_model_that_others_compile_with_a_partitioner_is_right(backend: str) -
 
 
 def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_partitioner() -> None:
-    torch.manual_seed(0)
-    layer, x = dropping_out(), torch.randn(4, 8, requires_grad=True)
+    layer, x = seeded(dropping_out), torch.randn(4, 8, requires_grad=True)
     contexts = make_selective_checkpoint_context_fn()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -245,8 +238,7 @@ def test_several_microbatches_of_several_shapes() -> None:
 def test_compile_layers_alone_and_after_full_checkpointing() -> None:
     expected = gradients(build("plain"))
     model = build("plain")
-    layers = list(model.blocks)
-    apply_full_layer_checkpointing_to_layers(model, layers)
+    apply_full_layer_checkpointing_to_layers(model, list(model.blocks))
     compile_layers(model, "aot_eager")
     assert_bitwise(gradients(model), expected)
 

@@ -34,8 +34,6 @@ from nemo_like.commands import COMMANDS
 from tests.tools.followed import follow, pages, steps
 from tests.tools.screens import DOCS, Screen, screens, without_times
 
-pytest.importorskip("transformers")
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -222,7 +220,6 @@ def _with_blocks() -> list[Path]:
 
 @pytest.mark.parametrize("path", _with_blocks(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_blocks_of_a_document_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     module = ModuleType("document")
     monkeypatch.setitem(sys.modules, "document", module)  # dataclasses look their module up
@@ -279,8 +276,6 @@ WITH_COMMANDS = [page for page in pages() if any(step.file is None and step.reas
 @pytest.mark.long
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_run_as_printed(page: str) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("tokenizers")
     for result in follow(page):
         assert result.code == 0, f"{result}\n{result.output[-3000:]}"
 
@@ -350,8 +345,7 @@ def _keys(heading: str) -> set[str]:
 
 
 def test_the_page_has_the_keys_of_the_json(program: Any) -> None:
-    words = "plan --model llama-tiny --gpu cpu --seq-len 32 --budget 50% --no-what-if --json -"
-    plan = json.loads(program(words).out)
+    plan = json.loads(program("plan --model llama-tiny --gpu cpu --seq-len 32 --budget 50% --no-what-if --json -").out)
     assert _keys("`nemo-like plan`:") == set(plan) and _keys("A row:") == set(plan["rows"][0])
     asked = "fit --model llama-tiny --gpus 1 --gpu cpu --seq-len 32 --micro-batch 1 --ac full --json -"
     found = json.loads(program(asked).out)

@@ -152,8 +152,7 @@ def test_output_dtype_and_param_dtype_on_one_device() -> None:
     output = model(batch(2), labels=batch(2))
     assert output.logits.dtype is torch.float32 and output["logits"].dtype is torch.float32
     assert all(p.dtype is torch.float32 for p in model.parameters())
-    plain = parallelize(PlainDecoder(), "single", "none", precision=torch.bfloat16)
-    assert plain(batch(2)).dtype is torch.bfloat16
+    assert parallelize(PlainDecoder(), "single", "none", precision=torch.bfloat16)(batch(2)).dtype is torch.bfloat16
 
 
 def test_a_dtype_that_autocast_would_ignore_is_refused() -> None:
@@ -335,9 +334,8 @@ def test_every_front_says_the_same_of_300_jobs(part: int) -> None:
 def test_the_line_of_a_job_makes_it_again(job: Job) -> None:
     made: list[Job] = []
     names = {name: getattr(nemo_like, name) for name in nemo_like.__all__}
-    line = job.as_call(sample="batch")
     exec(
-        line,
+        job.as_call(sample="batch"),
         names
         | {
             "parallelize": lambda model, **asked: made.append(
@@ -347,8 +345,7 @@ def test_the_line_of_a_job_makes_it_again(job: Job) -> None:
             "batch": None,
         },
     )
-    again = made[0]
-    assert again.words() == job.words()
+    assert made[0].words() == job.words()
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "ema", "prefetch", "reshard_after_forward"])
@@ -397,5 +394,4 @@ def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_part_of_a_job_is_read_of_its_flag() -> None:
-    job = flags.job_of({"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 3})
-    assert job.pp.stages_per_rank == 3
+    assert flags.job_of({"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 3}).pp.stages_per_rank == 3

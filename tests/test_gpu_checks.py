@@ -152,8 +152,7 @@ def test_a_check_imports_while_the_one_before_runs_and_outside_of_its_budget(
     )
     monkeypatch.syspath_prepend(tmp_path)
     (first,) = _checks("waiting_for_an_import")
-    late = Check(2, "late", "slow_to_import:check", seconds=1)
-    drive([replace(first, seconds=30), late], tmp_path / "out", cpu=False)
+    drive([replace(first, seconds=30), Check(2, "late", "slow_to_import:check", seconds=1)], tmp_path / "out", cpu=False)
     assert _verdicts(tmp_path / "out") == {"1 waiting_for_an_import": ["ok"], "2 late": ["ok"]}
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_like import CheckpointConfig, MemoryProfiler, parallelize, plan_for
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import is_fake
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.blocks import in_turn
 
 WIDTH = 8
@@ -165,8 +165,7 @@ def _world(model: nn.Module) -> Any:
 @pytest.mark.parametrize("plans", [_budget, _stages, _profiled], ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("made", MODELS)
 def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module], None]) -> None:
-    torch.manual_seed(0)
-    model, called = MODELS[made](), []
+    model, called = seeded(MODELS[made]), []
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: called.append("before"))
         module.register_forward_hook(lambda *_: called.append("after"))
@@ -191,8 +190,7 @@ RUN_BEFORE = {
 @pytest.mark.parametrize("ac", RUN_BEFORE)
 @pytest.mark.parametrize("made", MODELS)
 def test_a_model_that_was_run_before_trains_as_one_that_was_not(made: str, ac: str) -> None:
-    torch.manual_seed(0)
-    model: Any = MODELS[made]()
+    model: Any = seeded(MODELS[made])
     for layer in model.layers:
         layer.in_place = False
     plain = copy.deepcopy(model)
@@ -213,8 +211,7 @@ def test_a_forward_put_on_one_module_runs_on_the_copy(kind: str) -> None:
     def as_method(_: nn.Module, x: Tensor) -> Tensor:
         return forward(x)
 
-    made = {"function": forward, "method": MethodType(as_method, layer), "partial": partial(as_method, layer)}
-    layer.forward = made[kind]
+    layer.forward = {"function": forward, "method": MethodType(as_method, layer), "partial": partial(as_method, layer)}[kind]
     _budget(model)
     assert not seen and layer.calls == 0
 
@@ -281,10 +278,6 @@ def _make_late(layer: nn.Module, x: Tensor) -> Tensor:
     return layer.late(x)
 
 
-def _some(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-    return in_turn([*layers][: random.randint(1, len(layers) - 1)], hidden)
-
-
 def _jagged(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
     nested = torch.nested.nested_tensor_from_jagged(hidden.flatten(0, 1), torch.tensor([0, 5, 12]))
     return layers[1](layers[0](nested)).values()[None]
@@ -336,7 +329,13 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layers\.0 \(_Layer\) cannot be planned.*StopIteration, in",
     ),
     "sparse gradients": (_sparse_embedding, r"sparse tensors, such as .*sparse=False"),
-    "random depth": (lambda: Model([_Layer() for _ in range(8)], _some), r"did not run.*layers run, use a mode"),
+    "random depth": (
+        lambda: Model(
+            [_Layer() for _ in range(8)],
+            lambda layers, hidden: in_turn([*layers][: random.randint(1, len(layers) - 1)], hidden),
+        ),
+        r"did not run.*layers run, use a mode",
+    ),
 }  # fmt: skip
 
 

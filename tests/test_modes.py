@@ -21,13 +21,11 @@ from nemo_like.offload import offloader_of
 from nemo_like.options import CheckpointConfig, MemoryBudget, OffloadConfig, Precision
 from nemo_like.planning.planner import plan_for
 from nemo_like.precision import float8_linears
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models import decoders, kv_shared
 from tests.models.decoders import batch, build
 from tests.models.families import FAMILIES
 from tests.models.tiny import labelled, llama
-
-pytest.importorskip("transformers")
 
 
 def _offloaded(ac: str, mode: str) -> dict[str, Any]:
@@ -64,11 +62,7 @@ class Model(NamedTuple):
 def _decoder(build: Callable[[], nn.Module]) -> Model:
     ids = decoders.batch(2)
 
-    def loss(model: nn.Module) -> Tensor:
-        torch.manual_seed(3)
-        return decoders.loss_of(model, ids)
-
-    return Model(build, {"input_ids": ids}, loss)
+    return Model(build, {"input_ids": ids}, lambda model: seeded(decoders.loss_of, model, ids, seed=3))
 
 
 def _plain() -> Model:
@@ -90,8 +84,7 @@ MODELS: dict[str, Model] = {
 
 def _step(model: Model, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], nn.Module]:
     """The loss and each gradient by its bare name, and the model that was trained."""
-    sample = copy.deepcopy(dict(model.sample))
-    made = parallelize(model.build(), "single", sample_input=sample, device="cpu", **arguments)
+    made = parallelize(model.build(), "single", sample_input=copy.deepcopy(dict(model.sample)), device="cpu", **arguments)
     loss = model.loss(made)
     loss.backward()
     found = {bare_name(name): p.grad for name, p in made.named_parameters() if p.grad is not None}
@@ -174,8 +167,7 @@ def test_patterns_choose_layers_and_those_that_ask_beat_those_that_forbid(
     config = CheckpointConfig(
         True, "full", profile_before_apply=False, include_patterns=include, exclude_patterns=exclude
     )
-    model = parallelize(build("llama"), ac=config)
-    assert [is_checkpointed(layer) for layer in model.model.layers] == [False, True, False]
+    assert [is_checkpointed(layer) for layer in parallelize(build("llama"), ac=config).model.layers] == [False, True, False]
 
 
 def test_a_meta_model_is_not_measured_and_says_so(logs: pytest.LogCaptureFixture) -> None:
@@ -184,8 +176,7 @@ def test_a_meta_model_is_not_measured_and_says_so(logs: pytest.LogCaptureFixture
 
 
 def _model() -> Any:
-    torch.manual_seed(0)
-    return llama(num_hidden_layers=2, max_position_embeddings=32)
+    return seeded(llama, num_hidden_layers=2, max_position_embeddings=32)
 
 
 def _trained(precision: Any, ac: str) -> dict[str, Tensor]:
@@ -195,7 +186,6 @@ def _trained(precision: Any, ac: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
 def test_every_mode_gives_the_same_bits(word: str) -> None:
-    pytest.importorskip("torchao.float8")
     expected, lowered = _trained(word, "none"), _trained("bf16", "none")["loss"]
     assert expected["loss"] != lowered and abs(expected["loss"] - lowered) < 0.05 * lowered
     for ac in ("full", "selective", "submodule", "sequential"):
@@ -239,7 +229,6 @@ def _held(word: str | None, ac: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
 def test_nothing_of_a_weights_size_is_kept_for_backward(word: str) -> None:
     """Neither ``abs(W)``, of which a scale is the largest, nor the weight in float8."""
-    pytest.importorskip("torchao.float8")
     for ac in ("none", "full", "selective", "submodule", "sequential"):
         held, sizes = _held(word, ac)
         plain, _ = _held(None, ac)
@@ -250,7 +239,6 @@ def test_nothing_of_a_weights_size_is_kept_for_backward(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["fp8", "fp8-rowwise"])
 def test_scales_are_no_state_that_a_replay_could_change(word: str) -> None:
-    pytest.importorskip("torchao.float8")
     for ac in ("none", "full", "selective"):
         model = parallelize(_model(), ac=ac, precision=word, device="cpu")
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

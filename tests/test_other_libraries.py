@@ -7,7 +7,6 @@ one is missing.
 import copy
 import importlib
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,7 +21,8 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.transformers_compat import given_cache, is_cache
-from tests.models.blocks import in_turn
+from tests.checks import seeded
+from tests.models.blocks import Layer, in_turn
 
 SAID = (
     r"transformers 5\.25\.0 .*\. nemo_like was tested with transformers 5\.23\.0 and 5\.24\.0: pip install "
@@ -168,8 +168,7 @@ Model = tuple[nn.Module, dict[str, Any]]
 
 
 def _flux(_: Path) -> Model:
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.FluxTransformer2DModel(
+    model = pytest.importorskip("diffusers").FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
@@ -181,8 +180,7 @@ def _flux(_: Path) -> Model:
 
 
 def _sd3(_: Path) -> Model:
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.SD3Transformer2DModel(
+    model = pytest.importorskip("diffusers").SD3Transformer2DModel(
         sample_size=8, patch_size=1, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
         caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
     )  # fmt: skip
@@ -193,8 +191,7 @@ def _sd3(_: Path) -> Model:
 
 
 def _wan(_: Path) -> Model:
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.WanTransformer3DModel(
+    model = pytest.importorskip("diffusers").WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
         freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
     )  # fmt: skip
@@ -205,8 +202,7 @@ def _wan(_: Path) -> Model:
 
 
 def _timm(_: Path) -> Model:
-    timm = pytest.importorskip("timm", exc_type=ImportError)
-    model = timm.create_model(
+    model = pytest.importorskip("timm", exc_type=ImportError).create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=5
     )
     return model, {"x": torch.randn(2, 3, 32, 32)}
@@ -230,28 +226,19 @@ def _sentences(folder: Path) -> Model:
     return library.SentenceTransformer(modules=parts, device="cpu"), {"input": batch}
 
 
-class GraphLayer(nn.Module):
-    def __init__(self, conv: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.LayerNorm(16), conv
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        return x + self.conv(self.norm(x), edges).relu()
-
-
-class Graph(nn.Module):
-    def __init__(self, conv: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(GraphLayer(conv()) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        return in_turn(self.layers, x, edges)
-
-
 def _graph(_: Path) -> Model:
     library = pytest.importorskip("torch_geometric.nn")
     edges = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])
-    return Graph(lambda: library.GCNConv(16, 16)), {"x": torch.randn(6, 16), "edges": edges}
+    layers = (
+        Layer(
+            lambda layer, x, edges: x + layer.conv(layer.norm(x), edges).relu(),
+            norm=nn.LayerNorm(16),
+            conv=library.GCNConv(16, 16),
+        )
+        for _ in range(3)
+    )
+    model = Layer(lambda graph, x, edges: in_turn(graph.layers, x, edges), layers=nn.ModuleList(layers))
+    return model, {"x": torch.randn(6, 16), "edges": edges}
 
 
 MODELS = {
@@ -262,8 +249,7 @@ MODES = ("none", "full", "selective", "submodule", "sequential", "50%")
 
 
 def _gradients(model: nn.Module, sample: dict[str, Any]) -> list[torch.Tensor | None]:
-    torch.manual_seed(1)
-    output = model(**sample)
+    output = seeded(model, **sample, seed=1)
     output = output.get("sentence_embedding", output) if isinstance(output, dict) else output
     sum(t.square().mean() for t in tensors_in(output) if t.requires_grad).backward()  # type: ignore[union-attr]
     return [parameter.grad for parameter in model.parameters()]
@@ -273,8 +259,7 @@ def _gradients(model: nn.Module, sample: dict[str, Any]) -> list[torch.Tensor | 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_another_library(name: str, tmp_path: Path) -> None:
     build, layers = MODELS[name]
-    torch.manual_seed(0)
-    model, sample = build(tmp_path)
+    model, sample = seeded(build, tmp_path)
     model.train()
     assert len(find_layers(model)) == layers
     wanted = _gradients(copy.deepcopy(model), sample)

@@ -103,8 +103,7 @@ def test_the_public_names_are_these() -> None:
 def test_the_names_of_a_stub_are_there_at_run_time(name: str) -> None:
     """Type checkers and editors read the stub; so does the package."""
     package = importlib.import_module(name)
-    tree = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             assert alias.asname == alias.name, "without 'as' it is not public"
             assert getattr(package, alias.name) is getattr(importlib.import_module(str(node.module)), alias.name)

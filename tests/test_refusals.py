@@ -129,10 +129,6 @@ _HERE = "tests.test_refusals"
 _HIDDEN, _LABELS = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
 
 
-def _scripted(like: nn.Module) -> nn.Module:
-    return torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-
 class _WithScriptedPart(PlainDecoder):
     def __init__(self) -> None:
         super().__init__()
@@ -169,15 +165,15 @@ def test_what_is_not_a_module_or_a_torchscript_one_is_named(call: Callable[[Any]
         with pytest.raises(TypeError, match=rf"^model is {words}; it must be a torch\.nn\.Module\.$"):
             call(wrong)
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    for scripted, has in ((_scripted(nn.Identity()), "is"), (traced, "is"), (_WithScriptedPart(), "has")):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for module, has in ((scripted, "is"), (traced, "is"), (_WithScriptedPart(), "has")):
         with pytest.raises(
             TypeError, match=f"^model {has} a TorchScript module .*Give the nn.Module that it was made from"
         ):
-            call(scripted)
+            call(module)
 
 
 def test_a_bad_sample_of_a_hugging_face_model_is_named_with_the_models_own_reason() -> None:
-    pytest.importorskip("transformers")
     model = build("llama")
     for sample, reason in (
         ({"foo": 1}, r"\(foo: int.*You must specify exactly one of input_ids or inputs_embeds"),
@@ -361,8 +357,7 @@ _JOBS = {
 def test_a_job_refuses_it_before_any_work(line: str, tmp_path: Path, ending: Any) -> None:
     job, *options = line.format(folder=tmp_path).split()
     more = ["--model", "m", "--data", "d"] if job == "finetune" else []
-    kind = FinetuneOptions if job == "finetune" else PretrainOptions
-    said = ending(parse_options, kind, [*options, *more]).err
+    said = ending(parse_options, FinetuneOptions if job == "finetune" else PretrainOptions, [*options, *more]).err
     assert _JOBS[line].format(folder=tmp_path) in said and len(said.splitlines()) == 1
 
 

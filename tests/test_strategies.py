@@ -17,7 +17,7 @@ from nemo_like.models import resolve_model
 from nemo_like.options import CheckpointConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.profiling import MemoryProfiler
-from tests.checks import assert_bitwise, same
+from tests.checks import assert_bitwise, same, seeded
 from tests.models.blocks import Layer, Stack
 
 
@@ -48,6 +48,13 @@ def config(**fields) -> CheckpointConfig:
     return CheckpointConfig(**{"enabled": True, "strategy": "full", "profile_before_apply": False} | fields)
 
 
+def chosen(fields: CheckpointConfig, model: nn.Module, *given: Any, **options: Any) -> list[str]:
+    """Checkpoint `model`; return the names of the layers that are."""
+    checkpointer = SelectiveCheckpointer(fields)
+    assert checkpointer.apply(model, *given, **options) is model
+    return checkpointer.get_checkpointed_layers()
+
+
 def train_step(model: nn.Module, sample: dict | torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
     """The peak of live activation bytes in a step, and the gradients."""
     tensors = list(sample.values()) if isinstance(sample, dict) else [sample]
@@ -66,13 +73,10 @@ def train_step(model: nn.Module, sample: dict | torch.Tensor) -> tuple[int, dict
 @pytest.mark.parametrize("strategy", ["full", "selective", "sequential"])
 def test_peak_is_at_least_30_percent_lower_and_gradients_are_equal(strategy, dtype):
     source = resolve_model("llama-tiny")
-    torch.manual_seed(0)
-    plain = source.build(dtype=dtype)
+    plain = seeded(source.build, dtype=dtype)
     plain.config.use_cache = False
     checkpointed = copy.deepcopy(plain)
-    checkpointer = SelectiveCheckpointer(config(strategy=strategy))
-    assert checkpointer.apply(checkpointed) is checkpointed
-    assert checkpointer.get_checkpointed_layers() == [f"model.layers.{index}" for index in range(4)]
+    assert chosen(config(strategy=strategy), checkpointed) == [f"model.layers.{index}" for index in range(4)]
     sample = source.sample_input(2, 64)
     (peak, wanted), (lower, got) = train_step(plain, sample), train_step(checkpointed, sample)
     assert_bitwise(got, wanted)
@@ -115,8 +119,7 @@ def test_predictions_hold_for_transformers(preset, share, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         preset = str(tmp_path)
     source = resolve_model(preset)
-    torch.manual_seed(0)
-    model = source.build()
+    model = seeded(source.build)
     disable_cache(model)
     sample = source.sample_input(2, 64)
     profiler = MemoryProfiler(model, "cpu")
@@ -136,44 +139,29 @@ def test_the_profile_chooses_layers_above_the_threshold():
     threshold = (report["layers.3"].activation_bytes + report["layers.0"].activation_bytes) / 2e6
     wanted = ["layers.1", "layers.3"]
     profiled = config(profile_before_apply=True, memory_threshold_mb=threshold)
-    for apply in (
-        lambda c, m: c.apply(m, report),
-        lambda c, m: c.apply(m, sample_input=x),
-    ):
-        checkpointer = SelectiveCheckpointer(profiled)
-        apply(checkpointer, copy.deepcopy(plain))
-        assert checkpointer.get_checkpointed_layers() == wanted
+    assert chosen(profiled, copy.deepcopy(plain), report) == wanted
+    assert chosen(profiled, copy.deepcopy(plain), sample_input=x) == wanted
     checkpointer = SelectiveCheckpointer(profiled, profiler)
     model = checkpointer.apply(plain)
     assert checkpointer.get_checkpointed_layers() == wanted
     assert [is_checkpointed(layer) for layer in model.layers] == [False, True, False, True]
     # Patterns come before the measurement, include before exclude.
-    chosen = SelectiveCheckpointer(
-        config(
-            profile_before_apply=True,
-            memory_threshold_mb=threshold,
-            include_patterns=["layers.0"],
-            exclude_patterns=["layers.[01]"],
-        )
-    )
-    chosen.apply(stack(32, 512, 32, 256), report)
-    assert chosen.get_checkpointed_layers() == ["layers.0", "layers.3"]
+    patterns = {"include_patterns": ["layers.0"], "exclude_patterns": ["layers.[01]"]}
+    fields = config(profile_before_apply=True, memory_threshold_mb=threshold, **patterns)
+    assert chosen(fields, stack(32, 512, 32, 256), report) == ["layers.0", "layers.3"]
 
 
 def test_without_a_profile_all_layers_are_taken_and_that_is_said_once(logs):
     for _ in range(2):
-        checkpointer = SelectiveCheckpointer(config(profile_before_apply=True))
-        checkpointer.apply(stack(32, 32))
-    assert checkpointer.get_checkpointed_layers() == ["layers.0", "layers.1"]
+        assert chosen(config(profile_before_apply=True), stack(32, 32)) == ["layers.0", "layers.1"]
     assert sum("profile_before_apply" in record.message for record in logs.records) == 1
 
 
 def test_a_threshold_above_everything_leaves_the_model_alone(logs):
     plain = stack(32, 64)
-    checkpointer = SelectiveCheckpointer(config(profile_before_apply=True, memory_threshold_mb=50.0))
     logs.set_level("INFO", "nemo_like")
-    checkpointer.apply(plain, sample_input=torch.randn(4, 16))
-    assert checkpointer.get_checkpointed_layers() == []
+    fields = config(profile_before_apply=True, memory_threshold_mb=50.0)
+    assert chosen(fields, plain, sample_input=torch.randn(4, 16)) == []
     assert not any(is_checkpointed(module) for module in plain.modules())
     assert "memory_threshold_mb=50 MB" in logs.text
 
@@ -202,8 +190,7 @@ def test_disabled_changes_nothing(logs):
         apply_activation_checkpointing(model, CheckpointConfig(strategy="full"))
     assert len(logs.messages) == 1 and "Set enabled=True" in logs.messages[0]
     for off in (CheckpointConfig(), config(enabled=False, strategy="full")):
-        checkpointer = SelectiveCheckpointer(off)
-        assert checkpointer.apply(model) is model and checkpointer.get_checkpointed_layers() == []
+        assert chosen(off, model) == []
         assert ActivationCheckpointTransform(off).apply(model) is model
     assert all(type(layer) is Block for layer in model.layers)
 
@@ -247,9 +234,7 @@ def test_a_config_is_an_ac_argument():
 
 @pytest.mark.parametrize("name", ["aten.addmm", "torch.ops.aten.addmm.default"])
 def test_ops_to_save_are_kept_and_only_they(name):
-    plain = stack(32, 32)
-    kept = copy.deepcopy(plain)
-    nothing = copy.deepcopy(plain)
+    plain, kept, nothing = (stack(32, 32) for _ in range(3))
     apply_activation_checkpointing(kept, config(strategy="selective", ops_to_save=[name]))
     apply_activation_checkpointing(nothing, config(strategy="selective", ops_to_save=["aten.bmm"]))
     held = {}
@@ -304,12 +289,9 @@ def own_loop() -> nn.Module:
 
 
 def test_snn_fields_checkpoint_timesteps():
-    torch.manual_seed(0)
-    plain = nn.Sequential(OrderedDict(own=own_loop()))
+    plain = nn.Sequential(OrderedDict(own=seeded(own_loop)))
     checkpointed = copy.deepcopy(plain)
-    checkpointer = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, snn_chunk_size=10))
-    checkpointer.apply(checkpointed)
-    assert checkpointer.get_checkpointed_layers() == ["own.cell"]
+    assert chosen(config(snn_timestep_checkpoint=True, snn_chunk_size=10), checkpointed) == ["own.cell"]
     x = torch.randn(100, 4, 3)
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
     assert lower < 0.4 * peak
@@ -318,9 +300,7 @@ def test_snn_fields_checkpoint_timesteps():
     apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
     assert is_checkpointed(through_the_door[2].cell)
     assert type(through_the_door[0].layers[0]) is Block
-    by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
-    by_class.apply(own_loop())
-    assert by_class.get_checkpointed_layers() == ["cell"]
+    assert chosen(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]), own_loop()) == ["cell"]
     with pytest.raises(ValueError, match="layer_classes"):
         SelectiveCheckpointer(config(snn_timestep_checkpoint=True)).apply(stack(32, 32))
 

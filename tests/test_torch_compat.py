@@ -108,16 +108,6 @@ def test_the_search_passes_public_names_and_operators():
     assert list(private_names(source)) == []
 
 
-@pytest.fixture
-def no_module(monkeypatch):
-    """Takes a module of torch away: its import fails."""
-
-    def take(name):
-        monkeypatch.setitem(sys.modules, name, None)
-
-    return take
-
-
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,9 +144,6 @@ def test_a_policy_function_of_pytorch_sees_the_output():
     assert seen == [(False, True)] * 2
 
 
-# --- Modes and attention back ends ------------------------------------------------------------------------------------
-
-
 # --- Operators --------------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +161,23 @@ def test_an_unknown_operator_has_a_hint():
         resolve_op("aten.sofmax")
 
 
-def test_planning_names_what_it_misses(no_module):
-    no_module("torch._subclasses.fake_tensor")
-    with pytest.raises(ImportError, match=r"has no torch\._subclasses\.fake_tensor.* Use torch 2\.13 to 2\.15"):
-        torch_compat.fake_tensor_types()
+@pytest.mark.parametrize(
+    ("module", "call", "error", "words"),
+    [
+        (
+            "torch._subclasses.fake_tensor", torch_compat.fake_tensor_types, ImportError,
+            r"has no torch\._subclasses\.fake_tensor.* Use torch 2\.13 to 2\.15",
+        ),
+        (
+            "torch.testing._internal.distributed.fake_pg", torch_compat.fake_store, RuntimeError,
+            "has no fake process group where we know it",
+        ),
+    ],
+)  # fmt: skip
+def test_what_needs_a_module_that_torch_lacks_names_it(module, call, error, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    with pytest.raises(error, match=words):
+        call()
 
 
 # --- The compiler -----------------------------------------------------------------------------------------------------
@@ -206,12 +206,6 @@ def test_async_tensor_parallelism_is_off_without_inductor(monkeypatch):
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_fake_back_end_names_what_it_misses(no_module):
-    no_module("torch.testing._internal.distributed.fake_pg")
-    with pytest.raises(RuntimeError, match="has no fake process group where we know it"):
-        torch_compat.fake_store()
 
 
 def test_a_loss_is_parallel_until_the_context_ends_by_an_error_too():

@@ -30,19 +30,13 @@ def everything_of(model: nn.Module) -> list[Any]:
     for name, module in model.named_modules():
         hooks = [(kind, tuple(getattr(module, kind))) for kind in _HOOKS]
         attributes = sorted(key for key in vars(module) if not key.startswith("_"))
-        forward = id(vars(module).get("forward"))
-        rows.append((name, id(module), type(module), module.training, hooks, attributes, forward))
+        rows.append((name, id(module), type(module), module.training, hooks, attributes, id(vars(module).get("forward"))))
     for name, p in model.named_parameters():
         rows.append((name, id(p), p.dtype, p.device, p.requires_grad, p._version, p.grad is None))
     rows += [(name, id(b), b.dtype, b.device, b._version) for name, b in model.named_buffers()]
     config = getattr(model, "config", None)
     rows.append(None if config is None else config.to_dict())
     return rows
-
-
-def _linears() -> nn.Module:
-    """Repeated layers without an MLP, attention or norm of their own."""
-    return Stack(nn.Linear(4, 4) for _ in range(3))
 
 
 def _own_checkpointing() -> nn.Module:
@@ -58,8 +52,7 @@ def _timms_checkpointing() -> nn.Module:
 
 
 def _plan_of_another() -> dict[str, Any]:
-    sample = {"input_ids": IDS, "labels": IDS}
-    return dict(ac=plan_for(build("llama"), ac="100%", sample_input=sample, gpu="h100-80gb"))
+    return dict(ac=plan_for(build("llama"), ac="100%", sample_input={"input_ids": IDS, "labels": IDS}, gpu="h100-80gb"))
 
 
 def _config(**fields: Any) -> CheckpointConfig:
@@ -233,7 +226,10 @@ def test_a_refused_call_names_it_and_changes_nothing(name: str) -> None:
 
 
 ON_OTHER_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "submodule of linear layers": (_linears, dict(ac="submodule"), rf"{_NO_LAYERS} Stack: .*\n  layers: 3 x Linear\nName"),
+    "submodule of linear layers": (  # repeated layers without an MLP, attention or norm of their own
+        lambda: Stack(nn.Linear(4, 4) for _ in range(3)),
+        dict(ac="submodule"),
+        rf"{_NO_LAYERS} Stack: .*\n  layers: 3 x Linear\nName"),
     "no layers": (
         lambda: nn.Linear(4, 4), dict(ac="full"),
         rf"{_NO_LAYERS} Linear, which holds no list of modules; .*for example layers=\['name_of_child'\]",

@@ -50,6 +50,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
@@ -134,6 +135,15 @@ def run_ranks(
     return values
 
 
+def refused_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, match: str, error: Any = ValueError, **options: Any
+) -> None:
+    """Expect `error`, with the pattern `match` in its message, on every rank."""
+    for found in run_ranks(world_size, fn, *args, return_exceptions=True, **options):
+        assert isinstance(found, error), found
+        assert re.search(match, str(found)), found
+
+
 def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function: it is called as `run_ranks` calls it, with the test's further arguments.
 
@@ -148,8 +158,7 @@ def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callabl
             ranks = given[parameters[1].name] if world_size is None else world_size
             run_ranks(ranks, test, *(given[parameter.name] for parameter in parameters[2:]), **options)
 
-        own = parameters[1 if world_size is None else 2 :]
-        test.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(parameters[1 if world_size is None else 2 :])  # type: ignore[attr-defined]
         test.on_a_rank = fn  # type: ignore[attr-defined]
         return test
 
@@ -354,8 +363,7 @@ def _collect(
 
 
 def _output(folder: str, rank: int) -> str:
-    text = Path(folder, f"rank{rank}.log").read_text(errors="replace")
-    return text[-6000:] or "(it wrote nothing)"
+    return Path(folder, f"rank{rank}.log").read_text(errors="replace")[-6000:] or "(it wrote nothing)"
 
 
 def _free_port() -> int:

@@ -11,8 +11,8 @@ from nemo_like import parallelize
 from nemo_like.distributed.consistency_checks import check_same_batch, compare_batches, sharing_groups
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import FSDP2, PipelineParallel
-from tests.checks import assert_bitwise, on_meta, whole
-from tests.models.blocks import Stack
+from tests.checks import assert_bitwise, on_meta, seeded, whole
+from tests.models.blocks import Layer, in_turn
 from tests.models.decoders import batch, build
 from tests.models.tiny import Block, Decoder
 from tests_distributed.counting import heard
@@ -113,22 +113,21 @@ def test_every_rank_has_the_first_ranks_weights(options: dict[str, Any]) -> None
     assert_bitwise([now, on_the_other], [first, first])
 
 
-class _Packed(Stack):
+def _packed() -> nn.Module:
     """Weights in odd layouts and dtypes, which a checksum has to read without changing them."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4) for _ in range(3))
-        self.register_buffer("transposed", torch.randn(3, 5).t())
-        self.register_buffer("flags", torch.rand(7) > 0.5)
-        self.register_buffer("none_at_all", torch.empty(0))
-        self.register_buffer("scalar", torch.randn(()).to(torch.complex64))
-        self.register_buffer("expanded", torch.randn(1, 4).expand(3, 4))
+    return Layer(
+        lambda model, x: in_turn(model.layers, x),
+        layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+        transposed=nn.Buffer(torch.randn(3, 5).t()),
+        flags=nn.Buffer(torch.rand(7) > 0.5),
+        none_at_all=nn.Buffer(torch.empty(0)),
+        scalar=nn.Buffer(torch.randn(()).to(torch.complex64)),
+        expanded=nn.Buffer(torch.randn(1, 4).expand(3, 4)),
+    )
 
 
 def _odd_tensors(rank: int, world_size: int) -> list[torch.Tensor]:
-    torch.manual_seed(rank)
-    model = parallelize(_Packed(), layers=["layers.*"])
-    return [b.clone() for b in model.buffers()]
+    return [b.clone() for b in parallelize(seeded(_packed, seed=rank), layers=["layers.*"]).buffers()]
 
 
 def test_buffers_of_every_layout_come_from_the_first_rank() -> None:

@@ -24,12 +24,11 @@ transformers = pytest.importorskip("transformers")
 
 def types_with_expert_plans() -> list[str]:
     """By name; their text config may be what has the plan."""
-    found = []
-    for name, config in transformers.CONFIG_MAPPING.items():
-        parts = [config, *getattr(config, "sub_configs", {}).values()]
-        if any(getattr(part, "base_model_ep_plan", None) for part in parts):
-            found.append(name)
-    return sorted(found)
+    return sorted(
+        name
+        for name, config in transformers.CONFIG_MAPPING.items()
+        if any(getattr(part, "base_model_ep_plan", None) for part in [config, *getattr(config, "sub_configs", {}).values()])
+    )
 
 
 def _seed() -> None:

@@ -48,8 +48,7 @@ def _next_to_real_ones(rank: int, world_size: int) -> tuple[list[list[float]], l
         with pytest.raises(error), fake_ranks(0, 4):
             raise error
         sums.append(_sums(mesh, group))
-    again = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    sums.append(_sums(again, dist.new_group([0, 1])))
+    sums.append(_sums(init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), dist.new_group([0, 1])))
     return sums, [*sizes, dist.get_world_size(), dist.get_rank()]
 
 
@@ -77,8 +76,7 @@ def _dry_run(rank: int, world_size: int, axes: dict[str, Any], ranks: tuple[int,
 @pytest.mark.parametrize(("axes", "ranks"), [({"dp_replicate": 2}, (1,)), ({"tp": 2}, (0, 1))])
 def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own(axes: dict[str, Any], ranks: tuple[int, ...]) -> None:
     alone = _peak(axes)
-    wanted = [(alone if rank in ranks else 0, 2.0) for rank in range(2)]
-    assert run_ranks(2, _dry_run, axes, ranks) == wanted
+    assert run_ranks(2, _dry_run, axes, ranks) == [(alone if rank in ranks else 0, 2.0) for rank in range(2)]
 
 
 # A process for each rank, and models that are planned, split and run (2 s for each).
@@ -94,8 +92,7 @@ def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards(
         batch = {"input_ids": ids, "labels": ids}
         model = parallelize(build(family), ac="50%", sample_input=batch, device="cpu", **{axis: 2})
         model(**batch, use_cache=False).loss.backward()
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-        found.append(_sums(mesh, dist.new_group([0, 1])))
+        found.append(_sums(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), dist.new_group([0, 1])))
     assert found == [[2.0, 2.0, 2.0, 9.0]] * len(axes)
 
 
@@ -136,8 +133,7 @@ def test_a_rank_holds_its_share(world_size: int, replicas: int, where: str) -> N
     with fake_rank(0 if where == "first" else world_size - 1, world_size):
         mesh = build_mesh(dp_replicate=replicas, device_type="cpu")
         shard_layers(model, list(model.model.layers), mesh)
-        share = total / (world_size / replicas)
-        assert _held(model, local=True) == pytest.approx(share, rel=0.01)
+        assert _held(model, local=True) == pytest.approx(total / (world_size / replicas), rel=0.01)
         placements = (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor), name

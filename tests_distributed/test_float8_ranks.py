@@ -16,9 +16,6 @@ from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes
 from tests_distributed.spawn import on_ranks, run_ranks
 
-pytest.importorskip("torchao.float8")
-pytest.importorskip("transformers")
-
 Found = tuple[float, dict[str, torch.Tensor]]
 
 

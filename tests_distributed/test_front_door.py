@@ -111,8 +111,7 @@ def test_a_mesh_with_wrong_axes_is_refused(rank: int, world_size: int, names: tu
 
 @on_ranks(4)
 def test_a_frameworks_own_mesh(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model = parallelize(build("llama"), mesh=mesh)
+    model = parallelize(build("llama"), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
     loss_of(model, batch(2, seed=rank)).backward()
     local = sum(p.to_local().numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters())

@@ -1,6 +1,5 @@
 """The mesh: which axes it has, and that a wrong request is the same error on every rank."""
 
-import re
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like.distributed.mesh import axis_size, build_mesh, data_parallel_mesh, validate_mesh
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests_distributed.spawn import on_ranks, refused_on_ranks, run_ranks
 
 
 def _shape(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[dict[str, int], list[str], list[list[int]]]:
@@ -46,8 +45,7 @@ def test_axes(sizes: dict, axes: dict, dp_axes: list, dp_ranks_of_zero: list) ->
 @on_ranks(2, init_group=False, env={"CUDA_VISIBLE_DEVICES": ""})
 def test_the_process_group_is_made_from_the_launchers_environment(rank: int, world_size: int) -> None:
     assert not dist.is_initialized()
-    mesh = build_mesh()
-    assert (dist.get_backend(), tuple(mesh.shape)) == ("gloo", (2,))
+    assert (tuple(build_mesh().shape), dist.get_backend()) == ((2,), "gloo")
 
 
 def _build(rank: int, world_size: int, sizes: dict[str, int]) -> None:
@@ -68,10 +66,7 @@ def _build(rank: int, world_size: int, sizes: dict[str, int]) -> None:
     ],
 )
 def test_a_wrong_size_is_the_same_error_on_every_rank(sizes: dict, message: str) -> None:
-    errors = run_ranks(4, _build, sizes, init_group=False, return_exceptions=True, timeout=20)
-    for error in errors:
-        assert isinstance(error, ValueError)
-        assert re.search(message, str(error)), error
+    refused_on_ranks(4, _build, sizes, match=message, init_group=False, timeout=20)
 
 
 def test_one_rank_needs_no_mesh() -> None:
@@ -114,9 +109,7 @@ def _validate(rank: int, world_size: int, case: str) -> None:
     ],
 )
 def test_a_wrong_mesh_is_an_error_on_every_rank(case: str, kind: type, message: str) -> None:
-    for error in run_ranks(4, _validate, case, return_exceptions=True, timeout=20):
-        assert isinstance(error, kind)
-        assert re.search(message, str(error)), error
+    refused_on_ranks(4, _validate, case, error=kind, match=message, timeout=20)
 
 
 def test_a_pipeline_stages_slice_is_a_mesh() -> None:

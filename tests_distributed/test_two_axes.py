@@ -46,8 +46,7 @@ def test_materialize_train_clip_and_save(rank: int, world_size: int) -> None:
         clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(single.parameters(), 0.1), rtol=1e-5, atol=0
     )
 
-    state = get_model_state(model, full=True)
-    whole = [state]
+    whole = [get_model_state(model, full=True)]
     torch.distributed.broadcast_object_list(whole)
     assert_bitwise(whole[0], single.state_dict())
     other = _decoder()

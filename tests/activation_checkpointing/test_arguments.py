@@ -17,8 +17,8 @@ from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from tests.checks import assert_bitwise, backward, gradients_of
-from tests.models.blocks import MODES, AttentionLayer, Stack, checkpoint_region, under
+from tests.checks import assert_bitwise, backward, gradients_of, seeded
+from tests.models.blocks import MODES, AttentionLayer, Layer, Stack, checkpoint_region, under
 
 
 @dataclass
@@ -52,36 +52,28 @@ class Plain:
         self.hidden = hidden
 
 
-class Block(nn.Module):
-    """Takes a container and returns a new one, or one that it `changes`."""
-
-    def __init__(self, dim: int, changes: bool) -> None:
-        super().__init__()
-        self.up, self.down, self.changes = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), changes
-
-    def forward(self, state: Any) -> Any:
-        hidden = state.hidden + self.down(self.up(state.hidden).tanh())
-        if not self.changes:
-            return type(state)(hidden=hidden)
-        state.past.append(state.hidden)
-        state.hidden = hidden + state.past[0] / len(state.past)
-        return state
+def _block(block: Any, state: Any) -> Any:
+    """Take a container and return a new one, or one that the block `changes`."""
+    hidden = state.hidden + block.down(block.up(state.hidden).tanh())
+    if not block.changes:
+        return type(state)(hidden=hidden)
+    state.past.append(state.hidden)
+    state.hidden = hidden + state.past[0] / len(state.past)
+    return state
 
 
-class Model(Stack):
-    def __init__(self, kind: type, changes: bool = False, dim: int = 16) -> None:
-        super().__init__(Block(dim, changes) for _ in range(4))
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.kind(hidden=x)).hidden  # type: ignore[call-arg, attr-defined]
+def _model(kind: type, changes: bool = False, dim: int = 16) -> Stack:
+    layers = (
+        Layer(_block, up=nn.Linear(dim, 2 * dim), down=nn.Linear(2 * dim, dim), changes=changes) for _ in range(4)
+    )
+    return Stack(layers, start=lambda x: kind(hidden=x), head=lambda state: state.hidden)
 
 
 KINDS = [State, Frozen, Named, Ordered, Output]
 
 
 def _gradients(ac: str, kind: type, changes: bool = False) -> list[Tensor | None]:
-    model = under(ac, lambda: Model(kind, changes))
+    model = under(ac, lambda: _model(kind, changes))
     x = torch.randn(3, 16, requires_grad=True)
     model(x).square().sum().backward()
     return [x.grad, *gradients_of(model).values()]
@@ -104,7 +96,7 @@ def test_an_object_that_is_no_container_is_named(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("ac", ["full", "sequential"])
 def test_a_forward_without_a_backward_leaves_nothing(kind: type, ac: str) -> None:
     """A region that held a tensor of its own graph would be held by it in turn, where no collector looks."""
-    model = apply_activation_checkpointing(Model(kind, dim=64), ac)
+    model = apply_activation_checkpointing(_model(kind, dim=64), ac)
     model(torch.randn(256, 64))  # what the first call makes for good
     gc.collect()
     with LiveBytes() as live:
@@ -133,18 +125,13 @@ SCALE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=1.0
 RECORD: contextvars.ContextVar[Any] = contextvars.ContextVar("record", default=None)
 
 
-class ContextAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale, record = SCALE.get(), RECORD.get()
-        y = self.k((self.q(x) * (scale["factor"] if isinstance(scale, dict) else scale)).sin()).tanh()
-        if record is not None:
-            y = y * (1 + len(record["outputs"]))
-            record["outputs"].append(y)
-        return y
+def _attention(layer: Any, x: Tensor) -> Tensor:
+    scale, record = SCALE.get(), RECORD.get()
+    y = layer.k((layer.q(x) * (scale["factor"] if isinstance(scale, dict) else scale)).sin()).tanh()
+    if record is not None:
+        y = y * (1 + len(record["outputs"]))
+        record["outputs"].append(y)
+    return y
 
 
 SCALES: dict[str, Any] = {
@@ -159,7 +146,8 @@ SCALES: dict[str, Any] = {
 @pytest.mark.parametrize("ac", MODES)
 def test_variables_are_those_of_forward_and_collect_once(ac: str, kind: str, within: bool) -> None:
     def run(mode: str) -> dict[str, Tensor]:
-        layers = under(mode, lambda: Stack(AttentionLayer(ContextAttention()) for _ in range(3)))
+        attention = (Layer(_attention, q=nn.Linear(8, 8), k=nn.Linear(8, 8)) for _ in range(3))
+        layers = under(mode, lambda: Stack(map(AttentionLayer, attention)))
         record: dict[str, list[Tensor]] = {"outputs": []}
         tokens = SCALE.set(SCALES[kind]()), RECORD.set(record)
         loss = layers(torch.full((2, 8), 0.1)).square().sum() + sum(y.sum() for y in record["outputs"])
@@ -193,9 +181,8 @@ def test_what_the_replay_sets_stays_in_the_replay() -> None:
         SCALE.set(SCALE.get() + 1)
         return (t * SCALE.get()).exp().sin()
 
-    x = torch.ones(3, requires_grad=True)
     before = SCALE.set(1.0)
-    y = checkpoint_region(fn, x, policy=FullPolicy())
+    y = checkpoint_region(fn, torch.ones(3, requires_grad=True), policy=FullPolicy())
     assert SCALE.get() == 2.0
     y.sum().backward()
     assert SCALE.get() == 2.0
@@ -248,8 +235,7 @@ def test_outputs_that_transformers_collects(ac: str, family: str) -> None:
     def run(mode: str) -> dict[str, Any]:
         sample = {"sample_input": {"input_ids": tokens, "labels": tokens}} if mode.endswith("%") else {}
         made = under(mode, lambda: make(transformers, **sizes), **sample)
-        torch.manual_seed(0)
-        out = made(tokens, labels=tokens, output_hidden_states=True, output_attentions=True, **options)
+        out = seeded(made, tokens, labels=tokens, output_hidden_states=True, output_attentions=True, **options)
         loss = out.loss + sum(state.square().mean() for state in out.hidden_states)
         loss = backward(loss + sum(weights.square().sum() for weights in out.attentions))
         collected = {name: out[name] for name in ("hidden_states", "attentions", "router_logits") if name in out}

@@ -39,8 +39,7 @@ def build(name: str) -> nn.Module:
 
 def _packed_loss(model: nn.Module, ignored: int | None = None, **more: object) -> torch.Tensor:
     """Two documents of 8 tokens in one row, told apart by their positions alone; `ignored`: a place without a label."""
-    torch.manual_seed(3)
-    ids = batch(2)
+    ids = seeded(batch, 2, seed=3)
     labels = ids.clone()
     if ignored is not None:
         labels[:, ignored] = -100
@@ -56,8 +55,7 @@ def test_packed_documents_are_apart_without_checkpointing_too(name: str) -> None
 
 
 def _packed_step(model: nn.Module, **more: object) -> dict[str, torch.Tensor]:
-    loss = backward(_packed_loss(model, **more))
-    return {"loss": loss, **gradients_of(model)}
+    return {"loss": backward(_packed_loss(model, **more)), **gradients_of(model)}
 
 
 @pytest.mark.parametrize("ac", MODES)
@@ -226,13 +224,11 @@ class _WithFrozenConfig(nn.Module):
 
 @pytest.mark.parametrize("ac", ["full", "60%"])
 def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: str) -> None:
-    sample, gradients = {"input_ids": batch(2)}, {}
-    for mode in ("none", ac):
-        model = parallelize(seeded(_WithFrozenConfig), "single", mode, sample_input=sample, device="cpu")
-        torch.manual_seed(1)
-        model(**sample, use_cache=False if mode == "none" else None).backward()
-        gradients[mode] = gradients_of(model)
-    assert_bitwise(gradients[ac], gradients["none"])
+    sample = {"input_ids": batch(2)}
+    bare, model = (
+        parallelize(seeded(_WithFrozenConfig), "single", mode, sample_input=sample, device="cpu") for mode in ("none", ac)
+    )
+    assert_bitwise(step(model, **sample, seed=1), step(bare, **sample, use_cache=False, seed=1))
 
 
 def test_shared_models_fall_back_to_sub_modules_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,5 +249,4 @@ def test_submodule_checkpointing_skips_attention_of_shared_models_only() -> None
     for sharing in (True, False):
         layers = [layer.module for layer in find_layers(build_sharing("gemma4"))]
         apply_submodule_checkpointing(layers, sharing)
-        wrapped = {is_checkpointed(layer.self_attn) for layer in layers}
-        assert wrapped == {not sharing}
+        assert {is_checkpointed(layer.self_attn) for layer in layers} == {not sharing}

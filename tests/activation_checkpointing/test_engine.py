@@ -13,7 +13,7 @@ from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, Select
 from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, PlanMismatchError, TorchPolicy
-from tests.checks import assert_bitwise
+from tests.checks import assert_bitwise, seeded
 from tests.models.blocks import LlamaBlock, NotingTransfer, RouterBlock, checkpoint_region, gradients, region
 
 pytestmark = pytest.mark.compat
@@ -31,8 +31,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_bitwise_those_of_no_checkpointing(policy, dtype):
-    torch.manual_seed(0)
-    block = LlamaBlock(32).to(dtype)
+    block = seeded(LlamaBlock, 32).to(dtype)
     x = torch.randn(2, 8, 32, dtype=dtype)
     assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
 
@@ -47,8 +46,7 @@ def test_dropout_draws_the_same_numbers_in_replay(policy):
     # and the numbers after backward go on where forward left off
     drawn = []
     for run in (block, region(block, policy)):
-        torch.manual_seed(1)
-        run(x).sum().backward()
+        seeded(run, x, seed=1).sum().backward()
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
 
@@ -203,8 +201,7 @@ def test_what_is_kept_is_freed_while_backward_consumes_it():
 
 
 def test_a_router_that_normalises_its_weights_in_place_works():
-    torch.manual_seed(0)
-    block, x = RouterBlock(), torch.randn(3, 5, 16)
+    block, x = seeded(RouterBlock), torch.randn(3, 5, 16)
     for policy in (SelectivePolicy(), SelectivePolicy(every_nth_matmul=None), FullPolicy()):
         assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
 
@@ -415,8 +412,7 @@ def test_results_of_every_kind_and_a_backward_from_each():
 
 @pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
 def test_a_region_without_tensors_or_without_gradients_simply_runs(policy):
-    numbers = checkpoint_region(mixed, 0.5, 0.25, 3, 2.0, policy=policy, then=abs)
-    assert numbers == mixed(0.5, 0.25, 3, 2.0, then=abs)
+    assert checkpoint_region(mixed, 0.5, 0.25, 3, 2.0, policy=policy, then=abs) == mixed(0.5, 0.25, 3, 2.0, then=abs)
     out = checkpoint_region(lambda a, b: a * 1, torch.randn(4), torch.randn(4, requires_grad=True), policy=policy)
     with pytest.raises(RuntimeError, match="does not require grad"):
         out.sum().backward()

@@ -209,15 +209,11 @@ def begin(module, number):
     module.on = number > 0
 
 
-def evaluate_first(module, number):
-    module.train(number in (1, 2))
-
-
 BUFFERS = {
     "scale": (Observed, lambda module, number: None),
     "scale that begins to change later": (Observed, begin),
     "statistics": (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), lambda module, number: None),
-    "statistics after evaluation": (lambda: nn.BatchNorm1d(8), evaluate_first),
+    "statistics after evaluation": (lambda: nn.BatchNorm1d(8), lambda module, number: module.train(number in (1, 2))),
 }
 
 

@@ -141,8 +141,7 @@ def _written_slice(x, first):
 
 
 def make(steps, seed):
-    torch.manual_seed(seed)
-    return RandomBlock(steps), torch.randn(ROWS, WIDTH)
+    return seeded(RandomBlock, steps, seed=seed), torch.randn(ROWS, WIDTH)
 
 
 def calls_of(block, x):
@@ -215,8 +214,7 @@ def tables_with_skips(case, data):
 def tables_for_another_block(case, data):
     block, x = make(*case)
     calls = calls_of(block, x)
-    table = draw_table(data, calls)
-    rows = {op: list(row) for op, row in table.decisions.items()}
+    rows = {op: list(row) for op, row in draw_table(data, calls).decisions.items()}
     op = data.draw(st.sampled_from(sorted({*calls, torch.ops.aten.mm.default, torch.ops.aten.bmm.default}, key=str)))
     row = rows.setdefault(op, [SAVE] * calls.count(op))
     if row and data.draw(st.booleans()):

@@ -14,7 +14,7 @@ from nemo_like.layers import find_layers
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.resolve import config_specs
 from tests.checks import assert_bitwise, gradients_of, same, seeded, step
-from tests.models.blocks import MODES, Stack, count_runs, under
+from tests.models.blocks import MODES, Layer, Stack, count_runs, under
 from tests.models.decoders import VOCAB, WIDTH, DecoderWithLoss, PlainDecoder, Prompted
 from tests.models.families import FAMILIES, text
 
@@ -76,10 +76,13 @@ def test_a_layer_is_replayed_where_a_gradient_flows_through_it_and_only_there(ca
 
 @pytest.mark.parametrize("case", CASES)
 def test_frozen_layers_hold_their_inputs_only(case: str) -> None:
-    held = {}
-    for ac in ("none", "full"):
-        report = MemoryProfiler(apply_activation_checkpointing(_built(case), ac)).profile({"ids": IDS}, 1)
-        held[ac] = {int(row.name.rpartition(".")[2]): row.activation_bytes for row in report}
+    reports = {
+        ac: MemoryProfiler(apply_activation_checkpointing(_built(case), ac)).profile({"ids": IDS}, 1)
+        for ac in ("none", "full")
+    }
+    held = {
+        ac: {int(row.name.rpartition(".")[2]): row.activation_bytes for row in report} for ac, report in reports.items()
+    }
     entered = 2 * (12 if case == "prompt tuning" else 8) * WIDTH * 4  # (B, T, D) in float32, the prompt's places too
     for index in range(3):
         if index in CASES[case][1]:
@@ -221,49 +224,40 @@ def test_budgets_are_planned_with_the_adapters_tokens(budget: str) -> None:
 D = 8
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
-
-    def energy(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x) * positions))
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + self.energy(x, positions)
+def _energy(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return layer.down(torch.tanh(layer.up(x) * positions))
 
 
-class Descending(Plain):
+def _plain(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return x + _energy(layer, x, positions)
+
+
+def _descending(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Its gradient stays in the graph."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        (force,) = torch.autograd.grad(self.energy(x, positions).square().sum(), x, create_graph=True)
-        return x - 0.1 * force
+    (force,) = torch.autograd.grad(_energy(layer, x, positions).square().sum(), x, create_graph=True)
+    return x - 0.1 * force
 
 
-class Twice(Plain):
+def _twice(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Its gradient is a number, and its graph is used again."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        energy = self.energy(x, positions).square().sum()
-        (force,) = torch.autograd.grad(energy, x, retain_graph=True)
-        return x - 0.1 * force + 0.01 * energy
+    energy = _energy(layer, x, positions).square().sum()
+    (force,) = torch.autograd.grad(energy, x, retain_graph=True)
+    return x - 0.1 * force + 0.01 * energy
 
 
-class FromLeaf(Plain):
+def _from_leaf(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Its gradient is that of a leaf made inside."""
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        leaf = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.energy(leaf, positions).square().sum(), leaf, create_graph=True)
-        return x - 0.1 * force
+    leaf = x.detach().requires_grad_()
+    (force,) = torch.autograd.grad(_energy(layer, leaf, positions).square().sum(), leaf, create_graph=True)
+    return x - 0.1 * force
 
 
 class ForceField(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], when: str) -> None:
+    def __init__(self, run: Callable[..., Tensor], when: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.head, self.when = nn.ModuleList(make() for _ in range(4)), nn.Linear(D, 1), when
+        self.layers = nn.ModuleList(Layer(run, up=nn.Linear(D, D), down=nn.Linear(D, D)) for _ in range(4))
+        self.head, self.when = nn.Linear(D, 1), when
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.linspace(0.5, 1.5, D).repeat(3, 1).requires_grad_()
@@ -281,16 +275,15 @@ class ForceField(nn.Module):
 
 
 def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(3, D)
+    x = seeded(torch.randn, 3, D, seed=1)
     step(model, x)
     return step(model, x)
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
 @pytest.mark.parametrize("when", ["never", "between", "at the end"])
-@pytest.mark.parametrize("make", [Plain, Descending, Twice, FromLeaf])
-def test_models_that_take_gradients_in_forward(make: Callable[[], nn.Module], when: str, ac: str) -> None:
+@pytest.mark.parametrize("run", [_plain, _descending, _twice, _from_leaf])
+def test_models_that_take_gradients_in_forward(run: Callable[..., Tensor], when: str, ac: str) -> None:
     assert_bitwise(
-        _own_gradients(parallelize(ForceField(make, when), "single", ac)), _own_gradients(ForceField(make, when))
+        _own_gradients(parallelize(ForceField(run, when), "single", ac)), _own_gradients(ForceField(run, when))
     )

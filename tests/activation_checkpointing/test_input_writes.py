@@ -15,7 +15,7 @@ from nemo_like.activation_checkpointing import SelectivePolicy
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, TorchPolicy
 from tests.checks import assert_bitwise
-from tests.models.blocks import checkpoint_region, gradients, region
+from tests.models.blocks import Layer, checkpoint_region, gradients, region
 
 D = 8
 POLICIES = [FullPolicy(), SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)]
@@ -78,24 +78,18 @@ def test_a_change_that_cannot_be_made_again_is_an_error(change: Callable[[], Any
         change()
 
 
-class Twice(nn.Module):
-    """Is given one tensor in two places: attention takes another way then, and a write into one is seen in the other."""
-
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.one, self.other, self.writes = nn.Linear(D, D), nn.Linear(D, D), writes
-
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        if self.writes:
-            query *= 1.5
-        return self.one(query).tanh() * key if query is key else self.other(query + key)
+def _attention(layer: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Take another way where one tensor is given in two places; a write into one is seen in the other."""
+    if layer.writes:
+        query *= 1.5
+    return layer.one(query).tanh() * key if query is key else layer.other(query + key)
 
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_tensor_in_two_places_is_one_in_recomputation(policy: Policy, hooks: bool, writes: bool) -> None:
-    twice, x = Twice(writes), torch.randn(3, D)
+    twice, x = Layer(_attention, one=nn.Linear(D, D), other=nn.Linear(D, D), writes=writes), torch.randn(3, D)
     ours = region(twice, policy)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else contextlib.nullcontext():
         found = gradients(lambda h: ours(h, h), twice, x)
@@ -126,23 +120,12 @@ def test_what_is_not_strided_and_made_inside(function: Callable[[Tensor], Tensor
     assert_bitwise(gradients(region(function, policy), holder, x), gradients(function, holder, x))
 
 
-class Neighbours(nn.Module):
-    """Has a sparse tensor, which autograd saves, at a place of its own, and exchanges it where it `changes`."""
-
-    def __init__(self, layout: str, place: str, changes: bool) -> None:
-        super().__init__()
-        self.up, self.place, self.changes = nn.Linear(8, 8), place, changes
-        graph = LAYOUTS[layout](GRAPH)
-        if place == "buffer":
-            self.register_buffer("graph", graph)
-        else:
-            self.graph = graph
-
-    def forward(self, x: Tensor) -> Tensor:
-        graph = self.graph
-        if self.changes:
-            self.graph = graph * 2
-        return x + torch.sparse.mm(graph, self.up(x).tanh()).relu()
+def _neighbours(layer: Any, x: Tensor) -> Tensor:
+    """With a sparse tensor, which autograd saves, and which is exchanged where the layer `changes`."""
+    graph = layer.graph
+    if layer.changes:
+        layer.graph = graph * 2
+    return x + torch.sparse.mm(graph, layer.up(x).tanh()).relu()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
@@ -151,7 +134,11 @@ class Neighbours(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", LAYOUT_POLICIES, ids=lambda p: type(p).__name__)
 def test_a_sparse_matrix_that_autograd_saves(policy: Policy, layout: str, place: str, changes: bool) -> None:
-    layer, bare = Neighbours(layout, place, changes), Neighbours(layout, place, changes)
+    graphs = (LAYOUTS[layout](GRAPH) for _ in range(2))
+    layer, bare = (
+        Layer(_neighbours, up=nn.Linear(8, 8), changes=changes, graph=nn.Buffer(graph) if place == "buffer" else graph)
+        for graph in graphs
+    )
     bare.up.load_state_dict(layer.up.state_dict())
     x = torch.randn(6, 8)
     for _ in range(3):

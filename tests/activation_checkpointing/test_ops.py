@@ -349,8 +349,7 @@ def test_matrix_products_by_hand():
         "aten._scaled_grouped_mm": ((meta(4, 3, 5), meta(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         "aten._scaled_grouped_mm_v2": ((meta(3, 20), meta(20, 7)), 2 * 3 * 20 * 7),
     }
-    cut_columns = (meta(4, 3, 5), meta(5, 28))
-    assert table.flops(aten._grouped_mm.default, cut_columns, {}, None) == 2 * 3 * 5 * 28
+    assert table.flops(aten._grouped_mm.default, (meta(4, 3, 5), meta(5, 28)), {}, None) == 2 * 3 * 5 * 28
     for name, (args, expected) in cases.items():
         assert table.flops(find_op(name), args, {}, meta(3, 7)) == expected, name
     for op in (aten.add.Tensor, aten.view.default, aten.topk.default):

@@ -276,8 +276,7 @@ def test_a_policy_goes_with_every_region(strategy: str, name: str) -> None:
     for policy in ("none", None, SelectivePolicy(every_nth_matmul=None)):
         own = {} if policy == "none" else {"strategy": strategy, "policy": policy}
         config = CheckpointConfig(enabled=policy != "none", profile_before_apply=False, **own)
-        model = parallelize(build(name), "single", config)
-        held[str(policy)], grads[str(policy)] = _step(model)
+        held[str(policy)], grads[str(policy)] = _step(parallelize(build(name), "single", config))
     none, nothing, expensive = held
     assert held[nothing] < held[expensive] < held[none]
     assert_bitwise(list(grads.values()), [grads[none]] * 3)

@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing import (
     is_selective_activation_checkpointing,
 )
 from tests.checks import assert_bitwise, step
-from tests.models.blocks import Stack
+from tests.models.blocks import Layer, Stack
 from tests.models.decoders import PlainDecoder, batch, build
 
 pytestmark = pytest.mark.compat
@@ -63,8 +63,7 @@ def test_a_callers_wrapper_reads_through_to_the_module_and_survives_a_copy() -> 
     assert wrapped.out_features == 3 and wrapped.weight is wrapped.weight
     assert CheckpointWrapper(nn.Sequential(nn.Linear(2, 3)))[0].in_features == 2
     twin = copy.deepcopy(wrapped)
-    x = torch.ones(1, 2)
-    twin(x).sum().backward()
+    twin(torch.ones(1, 2)).sum().backward()
     assert twin.weight.grad is not None and wrapped.weight.grad is None
 
 
@@ -120,16 +119,10 @@ def test_bad_layers_are_refused_and_nothing_changes() -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_what_is_set_on_a_checkpointed_layer_is_what_runs(mode: str) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.gain, self.policy = nn.Linear(2, 2), 1.0, "of the layer itself"
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inside(x) * self.gain
-
     model = nn.Module()
-    model.blocks = nn.ModuleList([Layer()])
+    model.blocks = nn.ModuleList(
+        [Layer(lambda own, x: own.inside(x) * own.gain, inside=nn.Linear(2, 2), gain=1.0, policy="of the layer itself")]
+    )
     (layer,) = _apply(mode, model)
     new = nn.Linear(2, 2)
     layer.gain, layer.inside = 3.0, new  # as an adapter library does, which finds the layer by its name

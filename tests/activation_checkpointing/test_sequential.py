@@ -60,8 +60,7 @@ def test_a_chain_keeps_the_inputs_of_its_segments(segments, dropout):
     sizes = apply_sequential_checkpointing(segmented, layers, segments)
     assert sum(sizes) == 6 and len(sizes) == (2 if segments is None else segments)
     assert layers == list(segmented) and all(is_checkpointed(layer) for layer in layers)
-    x = torch.randn(32, 8)
-    plain_held, held = assert_same_step(plain, segmented, x)
+    plain_held, held = assert_same_step(plain, segmented, torch.randn(32, 8))
     # What enters each segment but the first (whose input is there anyway), what leaves the last, and the loss.
     assert held == len(sizes) * 32 * 8 * 4 + 4
     assert held < 0.7 * plain_held

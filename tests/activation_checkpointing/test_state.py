@@ -14,8 +14,8 @@ from nemo_like import is_recomputing, parallelize
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import walk_of
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
-from tests.checks import assert_bitwise, gradients_of
-from tests.models.blocks import MODES, Stack, checkpoint_region, under
+from tests.checks import assert_bitwise, gradients_of, seeded
+from tests.models.blocks import MODES, Layer, Stack, checkpoint_region, under
 
 np = pytest.importorskip("numpy")
 WHOLE = ["full", "selective", "sequential"]
@@ -44,17 +44,12 @@ class Part(nn.Module):
         return y * (3 if self.adapter == "b" else 1) * (5 if hasattr(self, "bonus") else 1) * (self.extra or 1)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = Part(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.attn(x)).tanh()
+def _layer() -> Any:
+    return Layer(lambda layer, x: x + layer.mlp(layer.attn(x)).tanh(), attn=Part(), mlp=nn.Linear(8, 8))
 
 
 def _model(ac: str) -> Any:
-    return under(ac, lambda: Stack(Layer() for _ in range(3)))
+    return under(ac, lambda: Stack(_layer() for _ in range(3)))
 
 
 def _set(name: str, value: Any) -> Callable[[Any], None]:
@@ -104,8 +99,7 @@ def _run(ac: str, change: Callable[[Any], Any], steps: int) -> tuple[list[Tensor
     for step in range(steps + 1):
         loss = model(x).square().sum()
         if step == steps:
-            torch.manual_seed(3)
-            change(model)
+            seeded(change, model, seed=3)
         loss.backward()
     return [x.grad, *(p.grad for p in held)], model
 
@@ -135,10 +129,7 @@ def test_a_frozen_parameter_that_a_second_forward_writes_is_named(ac: str) -> No
                 self.mean.add_(self.rate)
             return (super().forward(x) + self.mean).sin()
 
-    def make() -> nn.Module:
-        return Stack(Averaging(8, 8) for _ in range(2))
-
-    model: Any = under(ac, make, layers=["layers.*"])
+    model: Any = under(ac, lambda: Stack(Averaging(8, 8) for _ in range(2)), layers=["layers.*"])
     for layer in model.layers:
         layer.mean, layer.rate = nn.Parameter(torch.zeros(8), requires_grad=False), 0.0
     x = torch.ones(2, 8)
@@ -331,7 +322,7 @@ def test_two_adapters_in_one_graph(ac: str) -> None:
 
 
 def test_the_walk_over_a_layer_is_made_once_while_its_modules_are_the_same() -> None:
-    layer = Layer()
+    layer = _layer()
     walk = walk_of(layer)
     layer.attn.adapter, layer.attn.bonus = "b", 1.0
     assert walk_of(layer) is walk

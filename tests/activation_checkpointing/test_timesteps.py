@@ -12,6 +12,7 @@ from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from tests.checks import assert_bitwise, gradients_of, seeded, step
+from tests.models.blocks import Layer
 
 
 def unroll(cell, inputs, state):
@@ -109,9 +110,7 @@ def held_and_peak(steps: int, chunk_size: int | None) -> tuple[int, int, nn.Modu
     state = model.rest(4)
     sum(parameter.sum() * 0 for parameter in model.parameters()).backward()  # the gradients are there from here on
 
-    def last_only(spikes, state):
-        return None, model(spikes, state)[1]
-
+    last_only = lambda spikes, state: (None, model(spikes, state)[1])  # noqa: E731
     with LiveBytes() as meter:
         run = unroll if chunk_size == 0 else checkpoint_timesteps
         options = {} if chunk_size == 0 else {"chunk_size": chunk_size}
@@ -153,8 +152,7 @@ def test_pytorchs_cells_over_1000_steps(cell_class):
     checkpointed = copy.deepcopy(plain)
     results, kept = [], []
     for cell, run in ((plain, unroll), (checkpointed, checkpoint_timesteps)):
-        torch.manual_seed(1)
-        inputs = torch.randn(1000, 3, 5, requires_grad=True)
+        inputs = seeded(torch.randn, 1000, 3, 5, requires_grad=True, seed=1)
         first = torch.randn(3, 7, requires_grad=True)
         with LiveBytes() as live:
             outputs, _ = run(cell, inputs, (first, first * 2) if cell_class is nn.LSTMCell else first)
@@ -202,25 +200,19 @@ def test_wrong_arguments_are_refused(options, error, message):
         checkpoint_timesteps(**arguments)
 
 
-class OwnLoop(nn.Module):
+def own_loop(model, inputs):
     """A module that unrolls its cell itself, and mixes something of its own in between the steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.gain = nn.LSTMCell(3, 8), nn.Parameter(torch.ones(8))
-
-    def forward(self, inputs):
-        state, outputs = None, []
-        for number, member in enumerate(inputs.unbind(0)):
-            state = self.cell(member, state)
-            if number % 7 == 3:  # no output of the cell any more: has to be kept, and is
-                state = (state[0] * self.gain, state[1])
-            outputs.append(state[0].mean())
-        return torch.stack(outputs)
+    state, outputs = None, []
+    for number, member in enumerate(inputs.unbind(0)):
+        state = model.cell(member, state)
+        if number % 7 == 3:  # no output of the cell any more: has to be kept, and is
+            state = (state[0] * model.gain, state[1])
+        outputs.append(state[0].mean())
+    return torch.stack(outputs)
 
 
 def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
-    plain = seeded(OwnLoop)
+    plain = Layer(own_loop, cell=seeded(nn.LSTMCell, 3, 8), gain=nn.Parameter(torch.ones(8)))
     checkpointed = copy.deepcopy(plain)
     placed = apply_specs(checkpointed, chunks_of_calls(["cell"], 25))
     assert placed == {"cell": checkpointed.cell} and checkpointed.state_dict().keys() == plain.state_dict().keys()
@@ -230,18 +222,12 @@ def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
         assert held_after(checkpointed, inputs) < 0.5 * held_after(plain, inputs)
 
 
-class OneCell(nn.Module):
+def last_state(model, inputs):  # of (T, B, 4)
     """A recurrent model of one cell: no repeated layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = seeded(nn.GRUCell, 4, 6)
-
-    def forward(self, inputs):  # (T, B, 4)
-        state = inputs.new_zeros(inputs.shape[1], 6)
-        for x in inputs:
-            state = self.cell(x, state)
-        return state
+    state = inputs.new_zeros(inputs.shape[1], 6)
+    for x in inputs:
+        state = model.cell(x, state)
+    return state
 
 
 def held_after(model: nn.Module, inputs: torch.Tensor) -> int:
@@ -255,7 +241,8 @@ def held_after(model: nn.Module, inputs: torch.Tensor) -> int:
 @pytest.mark.parametrize("front", [apply_activation_checkpointing, parallelize])
 def test_a_lone_cell(front):
     config = CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=3)
-    bare, chunked = OneCell(), front(OneCell(), ac=config)
+    bare, model = (Layer(last_state, cell=seeded(nn.GRUCell, 4, 6)) for _ in range(2))
+    chunked = front(model, ac=config)
     inputs = torch.randn(10, 2, 4)
     assert_bitwise(step(chunked, inputs), step(bare, inputs))
     assert held_after(chunked, inputs) < held_after(bare, inputs)

@@ -14,8 +14,8 @@ from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
-from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, Operators, Stack, checkpoint_region, gradients, region, under
+from tests.checks import assert_bitwise, seeded
+from tests.models.blocks import Layer, LlamaBlock, Operators, Stack, checkpoint_region, gradients, region, under
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"
@@ -193,10 +193,7 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_tensor_of_any_kind_is_compared(kind: str, policy: Any) -> None:
     factor = [1.0]
-
-    def fn(x: Tensor) -> Tensor:
-        return _Saves.apply(x, SAVED[kind](x.detach() * factor[0])).exp()
-
+    fn = lambda x: _Saves.apply(x, SAVED[kind](x.detach() * factor[0])).exp()  # noqa: E731
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     for changed in (1.0, 4.0):
         x = values.clone().requires_grad_()
@@ -338,26 +335,20 @@ def test_kernels_that_leave_memory_unwritten_are_told_from_others() -> None:
         loss.backward()
 
 
-class RandomRelu(nn.Module):
-    """Ends with an operator that writes what it saves after it has saved it; `behind` comes after that, and is dropped."""
-
-    def __init__(self, behind: bool) -> None:
-        super().__init__()
-        self.up, self.behind = nn.Linear(8, 8), behind
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        y = nn.functional.rrelu(self.up(x), training=True)
-        if self.behind:
-            (self.up(y).exp() * y).sum()
-        return (y,)
+def _random_relu(layer: Any, x: Tensor) -> tuple[Tensor]:
+    """End with an operator that writes what it saves after it has saved it; `behind` comes after that, and is dropped."""
+    y = nn.functional.rrelu(layer.up(x), training=True)
+    if layer.behind:
+        (layer.up(y).exp() * y).sum()
+    return (y,)
 
 
 WRITES_LATE: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.5),
     "GRU": lambda: nn.GRU(8, 8, 2, dropout=0.5),
     "RNN": lambda: nn.RNN(8, 8, 2, dropout=0.5),
-    "last": lambda: RandomRelu(behind=False),
-    "last that is used": lambda: RandomRelu(behind=True),
+    "last": lambda: Layer(_random_relu, up=nn.Linear(8, 8), behind=False),
+    "last that is used": lambda: Layer(_random_relu, up=nn.Linear(8, 8), behind=True),
 }
 
 
@@ -365,8 +356,7 @@ WRITES_LATE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", WRITES_LATE)
 @pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
 def test_an_operator_that_writes_what_it_saved_runs_to_its_end(policy: Policy, name: str) -> None:
-    torch.manual_seed(0)
-    layer, x = WRITES_LATE[name](), torch.randn(4, 8)
+    layer, x = seeded(WRITES_LATE[name]), torch.randn(4, 8)
     call = lambda t: layer(t)[0]  # noqa: E731
     for seed in range(3):
         wanted = gradients(call, layer, x, seed=seed)

@@ -29,8 +29,7 @@ def test_the_help_of_a_command_has_examples_that_it_takes(name: str, ending: Any
     lines = re.findall(rf"^  nemo-like ({name} .*)$", text.partition("examples:\n")[2], re.MULTILINE)
     assert len(lines) >= 2 or name in ("gpus", "models"), "these take no options"
     for line in lines:
-        words = shlex.split(line.split(" >")[0])
-        arguments = make_parser(name).parse_args(words)
+        arguments = make_parser(name).parse_args(shlex.split(line.split(" >")[0]))
         assert arguments.command == name and callable(arguments.run)
 
 
@@ -66,7 +65,6 @@ def test_a_job_is_the_same_as_a_command_and_as_a_module(kind: Any, ending: Any, 
 )
 def test_a_command_begins_with_a_line_of_its_own(line: str, tmp_path: Path) -> None:
     """Of what is installed and not used (torchao, bitsandbytes' kernels) nothing is said."""
-    pytest.importorskip("transformers")
     (tmp_path / "text.txt").write_text("some words " * 100)
     more = [] if not line.startswith("pretrain") else ["--data", str(tmp_path / "text.txt"), "--eval-samples", "0"]
     command = [sys.executable, "-m", "nemo_like", *line.split(), *more]
@@ -78,8 +76,7 @@ def test_a_command_begins_with_a_line_of_its_own(line: str, tmp_path: Path) -> N
     else:
         first = f"Pretraining llama-tiny on {tmp_path / 'text.txt'} ...\n"
         assert (done.returncode, done.stderr) == (0, first if more else "Tracing llama-tiny ...\n")
-        own = "llama-tiny: 853,120 parameters" if more else "model.layers.0"
-        assert done.stdout.startswith(own)
+        assert done.stdout.startswith("llama-tiny: 853,120 parameters" if more else "model.layers.0")
 
 
 def test_only_the_known_noise_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,8 +93,7 @@ def test_only_the_known_noise_is_dropped(caplog: pytest.LogCaptureFixture) -> No
 
 
 def _run(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200)
 
 
 def test_help_version_and_a_misspelt_word_import_no_torch() -> None:

@@ -19,8 +19,6 @@ from tests.models.tiny import Block, llama
 from tests.tools.surveys import layers
 from tests.tools.surveys.__main__ import main as survey
 
-pytest.importorskip("transformers")
-
 
 def test_layers_of_a_preset(program: Any) -> None:
     lines = program("layers --model llama3-8b --dtype bf16 --wide").out.splitlines()
@@ -33,8 +31,7 @@ def test_layers_of_a_preset(program: Any) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_fit_a_screen(name: str) -> None:
-    report = describe(FAMILIES[name].build())
-    lines = to_text(report, width=80).splitlines()
+    lines = to_text(describe(FAMILIES[name].build()), width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert "checkpointed" in lines[2] or "checkpointed" in lines[3]
     assert any(line.startswith("Not shown at this width: ") for line in lines)
@@ -124,17 +121,21 @@ def test_what_cannot_be_run_is_named(more: str, named: str, program: Any) -> Non
     assert refused.startswith(f"nemo-like plan: {named} is not run without ranks and memory yet.") and not said.out
 
 
-def _precision(flags: str) -> Precision:
-    return asked_job(make_parser("plan").parse_args(["plan", "--model", "llama-tiny", *flags.split()])).precision
-
-
-def test_a_dtype_to_reduce_in_counts_also_where_parameters_have_the_dtype_to_compute_in() -> None:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert _precision("--dtype bf16") == Precision()
-    assert _precision("--dtype bf16 --reduce-dtype float32") == Precision(bf16, fp32)
-    assert _precision("--dtype bf16 --reduce-dtype bf16") == Precision(bf16, bf16)
-    assert _precision("") == Precision(bf16, fp32)
-    assert _precision("--reduce-dtype bf16") == Precision(bf16, bf16)
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ("--dtype bf16", Precision()),
+        ("--dtype bf16 --reduce-dtype float32", Precision(torch.bfloat16, torch.float32)),
+        ("--dtype bf16 --reduce-dtype bf16", Precision(torch.bfloat16, torch.bfloat16)),
+        ("", Precision(torch.bfloat16, torch.float32)),
+        ("--reduce-dtype bf16", Precision(torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_a_dtype_to_reduce_in_counts_also_where_parameters_have_the_dtype_to_compute_in(
+    flags: str, precision: Precision
+) -> None:
+    asked = make_parser("plan").parse_args(["plan", "--model", "llama-tiny", *flags.split()])
+    assert asked_job(asked).precision == precision
 
 
 WIDTH, VOCAB = 16, 32
@@ -147,8 +148,7 @@ PLANS = {
 
 def gpt() -> nn.Module:
     """Takes token ids by position, and says nothing of itself."""
-    blocks = (Block(WIDTH) for _ in range(2))
-    return Stack(blocks, start=nn.Embedding(VOCAB, WIDTH), head=nn.Linear(WIDTH, VOCAB))
+    return Stack((Block(WIDTH) for _ in range(2)), start=nn.Embedding(VOCAB, WIDTH), head=nn.Linear(WIDTH, VOCAB))
 
 
 class Diffusion(Stack):

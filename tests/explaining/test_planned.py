@@ -88,11 +88,10 @@ def _medium_decoder() -> nn.Module:
 
 
 def _loss(logits: Tensor) -> Tensor:
-    targets = torch.zeros(logits.shape[:2], dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16):
         x = logits - torch.max(logits, dim=-1, keepdim=True)[0]
         negative = -(x - torch.log(torch.sum(torch.exp(x), dim=-1, keepdim=True)))
-        return torch.mean(torch.gather(negative, -1, targets.unsqueeze(-1)))
+        return torch.mean(torch.gather(negative, -1, torch.zeros(logits.shape[:2], dtype=torch.long).unsqueeze(-1)))
 
 
 def _medium(snapshot: dict[str, Any]) -> Explanation:
@@ -163,8 +162,7 @@ def _message() -> str:
 
 
 def test_a_message_beside_a_plan_names_the_tensor_and_what_lowers_the_peak() -> None:
-    job = Job.of(world_size=8, ac="none", gpu="h100-80gb", precision="bf16")
-    made = explain(_message(), model="llama3-8b", job=job)
+    made = explain(_message(), model="llama3-8b", job=Job.of(world_size=8, ac="none", gpu="h100-80gb", precision="bf16"))
     assert made.out_of_memory is not None and made.out_of_memory.device == 2
     assert made.cures and made.cures[0].change == "ac='full'"
     assert str(made).startswith("GPU 2 had 6.87 of 79.19GiB free")

@@ -20,8 +20,7 @@ from tests.explaining.made import Recording, real
 def _hostile(tmp_path: Path) -> list[bytes]:
     mark = str(tmp_path / "ran")
     run = Calls(os.system, f"touch {mark}")
-    block = {"address": 1, "size": 1, "state": "active_allocated"}
-    segment = {"address": 1, "total_size": 1, "blocks": [block]}
+    segment = {"address": 1, "total_size": 1, "blocks": [{"address": 1, "size": 1, "state": "active_allocated"}]}
     values: list[Any] = [
         run,
         {"segments": [run]},

@@ -123,9 +123,8 @@ def test_a_transformers_model_has_its_parts_and_layers() -> None:
 
 def test_a_rank_of_eight_under_fsdp2_has_its_parts_and_layers() -> None:
     model, source = resolve_model("llama-tiny").built("meta")
-    job = Job.of(gpu="h100-80gb", ac="none", world_size=8)
     with dry_runs_taped() as tapes:
-        run = dry_run(model, job, source.sample_input(2, 128), layers=None)
+        run = dry_run(model, Job.of(gpu="h100-80gb", ac="none", world_size=8), source.sample_input(2, 128), layers=None)
     made = explain(tapes[-1].snapshot())
     counters = 4 * len(list(model.parameters()))  # of steps, which are on the host
     assert made.peak_bytes == run.peak_bytes + counters

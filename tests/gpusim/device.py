@@ -286,8 +286,7 @@ class Kernels:
         cpu_args, cpu_kwargs = tree_map(twin, (args, kwargs))
         written = _written(op, args, kwargs)
         for value, _ in twins.values():
-            writes = any(value is each for each in written)
-            device.access(value, stream, tick, writes=writes, name=str(op))
+            device.access(value, stream, tick, writes=any(value is each for each in written), name=str(op))
         device.check()
         with self._randomness(op):
             out = (run or op)(*cpu_args, **cpu_kwargs)
@@ -453,8 +452,7 @@ def _operator(space: str, name: str) -> Any:
 
 def _is_view(op: Any) -> bool:
     """Return whether an operator returns its input, looked at otherwise."""
-    returns = op._schema.returns
-    aliases = [each.alias_info for each in returns if each.alias_info is not None]
+    aliases = [each.alias_info for each in op._schema.returns if each.alias_info is not None]
     return bool(aliases) and not any(each.is_write for each in aliases)
 
 
@@ -648,8 +646,7 @@ def install(size: int = 512 * MIB, *, expandable: bool = False, seed: int | None
     device = Device(size, expandable)
     host.seed = None if seed is None else random.Random(seed)
     _setup_privateuseone_for_python_backend(NAME, _module(device), _Hooks(), _Guard())
-    kernels = Kernels(device)
-    device.libraries = kernels.register()
+    device.libraries = Kernels(device).register()
     hooks = torch._C._autograd
     hooks._push_saved_tensors_default_hooks = _raising_later(device, hooks._push_saved_tensors_default_hooks)
     torch.nn.Module._apply = _moving(torch.nn.Module._apply)  # type: ignore[method-assign]

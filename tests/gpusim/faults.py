@@ -255,8 +255,7 @@ def _no_streams(offload: bool) -> Results:
 def _goes_away(offload: bool) -> Results:
     """Drop graph and offloader after forward."""
     x = _input().requires_grad_()
-    settings = OffloadConfig(mode="all" if offload else "none", min_bytes=0, max_inflight_bytes=UNLIMITED)
-    with offload_activations(settings):
+    with offload_activations(OffloadConfig(mode="all" if offload else "none", min_bytes=0, max_inflight_bytes=UNLIMITED)):
         loss = (x * 2).sin().exp().sum()
     value = loss.detach()
     del loss

@@ -13,6 +13,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.options import FSDP2, OffloadConfig, parallel
+from tests.checks import seeded
 from tests.gpusim import on_device, on_devices
 from tests.gpusim.device import Device, RaceError
 from tests.gpusim.faults import FAULTS, all_right, how_it_shows
@@ -249,8 +250,7 @@ def f(x, kind, items, module):
 
 
 def test_finds_each_kind_of_branch():
-    found = [(each.line, each.form, each.wanted, each.side) for each in find(SOURCE, "f.py")]
-    assert found == [
+    assert [(each.line, each.form, each.wanted, each.side) for each in find(SOURCE, "f.py")] == [
         (3, "if", False, (5, 8)),
         (5, "if", True, (6, 6)),
         (9, "if", True, None),
@@ -289,14 +289,12 @@ def _gradients(_: Any, jobs: list[dict[str, Any]]) -> list[bool]:
     parallel.BACKENDS["gpusim"] = "gloo"
     rank = torch.distributed.get_rank()
     found: list[list[torch.Tensor]] = []
-    torch.manual_seed(0)
-    bare, x = Model().to("gpusim"), torch.randn(8, 16).to("gpusim") * (1 + rank)
+    bare, x = seeded(Model).to("gpusim"), torch.randn(8, 16).to("gpusim") * (1 + rank)
     for job in jobs:
         model: nn.Module = parallelize(copy.deepcopy(bare), device="gpusim", **job)
         optimizer, grads = torch.optim.SGD(model.parameters(), lr=0.01), []
         for step in range(3):
-            torch.manual_seed(step)
-            model(x).square().mean().backward()
+            seeded(model, x, seed=step).square().mean().backward()
             grads += [p.grad.full_tensor().cpu() for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()

@@ -93,7 +93,6 @@ def _lora(_: Any) -> tuple[bool, int]:
 
 
 def test_adapters_beside_the_offloading_context() -> None:
-    pytest.importorskip("peft")
     same, reloads = on_device(_lora)
     assert same and reloads > 0
 
@@ -141,7 +140,6 @@ def _trainer(_: Any, folder: str) -> bool:
 
 
 def test_the_trainer_offloads(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     assert on_device(_trainer, str(tmp_path))
 
 

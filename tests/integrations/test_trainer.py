@@ -30,7 +30,6 @@ from tests.models import decoders
 from tests.said import said
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 from nemo_like.integrations.transformers import (  # noqa: E402
     CheckpointingArguments,
@@ -103,8 +102,7 @@ def _reference(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
 def test_offloading_changes_no_weight(tmp_path: Path, setting: Any, lora: bool) -> None:
     trainer, after = _train(tmp_path, lora, activation_offloading=setting)
     assert_bitwise(after, _reference(tmp_path, lora=lora))
-    offloader = trainer.activation_offload_context
-    stats = offloader.collect()
+    stats = trainer.activation_offload_context.collect()
     assert stats.moved_bytes > 0 or setting == "boundary" or lora
     assert stats.host_live_bytes == 0
     assert stats.kept_count[LAST_LAYER] > 0  # the head and the loss
@@ -310,8 +308,6 @@ def _right_tokens(prediction: Any) -> dict[str, float]:
 @pytest.mark.parametrize("how", ["arguments", "callback"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, lora: bool, how: str) -> None:
-    if lora:
-        pytest.importorskip("peft", reason="LoRA needs peft")
     chunks = ChunkedLoss(chunk_tokens=8)
     found = []
     for loss in ("model", chunks):
@@ -439,8 +435,7 @@ def test_a_noop_manager_inside_leaves_everything_on_the_device() -> None:
             z = (y * 3).sin().exp()
         assert context.stats.copies == 1
     z.sum().backward()
-    expected = torch.autograd.grad((((x * 2).sin()) * 3).sin().exp().sum(), x)[0]
-    assert torch.equal(x.grad, expected)
+    assert torch.equal(x.grad, torch.autograd.grad((((x * 2).sin()) * 3).sin().exp().sum(), x)[0])
 
 
 def test_heads_are_found_or_their_absence_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

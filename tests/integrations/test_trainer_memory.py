@@ -133,13 +133,12 @@ def _trained(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, floa
 def test_the_largest_batch_first_changes_nothing(tmp_path: Path, kind: str, accumulated: int) -> None:
     widths: list[int] = []
 
-    def watched(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        widths.append(kwargs["input_ids"].shape[1])
-
     runs = []
     for check in (False, True):
         trainer = made_trainer(kind, tmp_path, check_memory=check, gradient_accumulation_steps=accumulated)
-        trainer.model.register_forward_pre_hook(watched, with_kwargs=True)
+        trainer.model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
         runs.append(_trained(trainer))
         if not check:
             widths.clear()
@@ -150,8 +149,7 @@ def test_the_largest_batch_first_changes_nothing(tmp_path: Path, kind: str, accu
 
 
 def test_a_stream_is_not_read_to_its_end() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list(_rows([5, 6]))
+    rows = pytest.importorskip("datasets").Dataset.from_list(_rows([5, 6]))
     assert not is_stream(rows) and not is_stream(_rows([5])) and is_stream(rows.to_iterable_dataset())
 
 
@@ -186,8 +184,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def test_the_plan_of_a_trainer_is_what_is_counted(tmp_path: Path, name: str) -> None:
     options = JOBS[name]
     trainer = made_trainer(name.split()[0], tmp_path, [400] * 12, wide, check_memory=True, **options)
-    report = plan_trainer(trainer, what_if=False)
-    row = next(row for row in report.rows if row.ac == options.get("ac", "none"))
+    row = next(row for row in plan_trainer(trainer, what_if=False).rows if row.ac == options.get("ac", "none"))
     with counted(trainer) as counter:
         trainer.train()
     assert counter.peak == pytest.approx(row.plan.peak_bytes, rel=0.01)
@@ -215,8 +212,7 @@ def test_memory_that_runs_out_is_said_before_the_first_step_with_what_to_paste(t
 
     trainer = made_trainer("trainer", tmp_path, [40] * 11 + [400], wide)
     none, _, full = (row.plan.peak_bytes for row in plan_trainer(trainer, what_if=False).rows[:3])
-    weights = sum(p.nbytes for p in trainer.model.parameters())
-    limit = (none + full) // 2 - weights
+    limit = (none + full) // 2 - sum(p.nbytes for p in trainer.model.parameters())
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error:
         run(limit)
     lines = str(error.value).splitlines()

@@ -15,7 +15,7 @@ from nemo_like.integrations import ActivationOffloadingMixin
 from nemo_like.losses import chunked_log_probs
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.options import OffloadConfig
-from tests.checks import assert_bitwise, same
+from tests.checks import assert_bitwise, same, seeded
 from tests.integrations.common import QUIET, WORDS, regions, tokenizer, weights
 from tests.models import decoders
 
@@ -95,8 +95,7 @@ def _train(
         processing_class=tokenizer(), **more,
     )  # fmt: skip
     before = weights(trainer.model)
-    torch.manual_seed(1)
-    trainer.train()
+    seeded(trainer.train, seed=1)
     after = weights(trainer.model)
     assert sum(not torch.equal(before[name], value) for name, value in after.items()) > len(after) // 2
     return trainer, after
@@ -134,8 +133,7 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, logs: pytes
     model = trainer.model.train()
     ids = decoders.batch(2, 9, seed=3)
     labels = ids.masked_fill(ids % 5 == 0, -100)
-    torch.manual_seed(0)
-    theirs = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+    theirs = seeded(model, input_ids=ids, labels=labels, fused_lm_head=True).log_probs
     torch.manual_seed(0)
     ours = chunked_log_probs(model.model(ids)[0], model.lm_head, labels, shift=True, chunk_tokens=4)[:, :-1]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

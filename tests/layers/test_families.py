@@ -34,8 +34,7 @@ def test_scopes_wrap_exactly_the_named_towers(name: str, scope: str) -> None:
     wrapped = {bare_name(n) for n, module in model.named_modules() if is_checkpointed(module)}
     assert wrapped == expected
     for group in ("vision", "language"):
-        in_group = [fqn for fqn in wrapped if any(word in fqn for word in TOWERS[group])]
-        assert bool(in_group) == (group in wanted)
+        assert bool([fqn for fqn in wrapped if any(word in fqn for word in TOWERS[group])]) == (group in wanted)
 
 
 @pytest.mark.parametrize("name", VLMS)
@@ -73,8 +72,7 @@ def test_language_scope_on_an_unknown_plain_model() -> None:
 def test_peft_keeps_every_tower(name: str) -> None:
     """A vision-language model inside a PEFT wrapper still has a vision tower."""
     bare = find_layers(FAMILIES[name].build())
-    adapted = with_lora(FAMILIES[name].build(), ["q_proj", "v_proj"])
-    found = find_layers(adapted)
+    found = find_layers(with_lora(FAMILIES[name].build(), ["q_proj", "v_proj"]))
     assert [layer.fqn for layer in found] == [f"base_model.model.{layer.fqn}" for layer in bare]
     assert [layer.group for layer in found] == [layer.group for layer in bare]
 

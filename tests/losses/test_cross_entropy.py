@@ -17,46 +17,35 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import cast_as_weight
-from tests.checks import assert_bitwise, assert_near
+from tests.checks import assert_bitwise, assert_near, seeded
 from tests.losses.whole_logits import D, N, V, alike, gradients, inputs, plain
 from tests.models import decoders
-from tests.models.blocks import Operators
+from tests.models.blocks import Layer, Operators
 
 
-class Capped(nn.Module):
+def capped(linear):
     """A head that ends in an op which keeps its own result for backward."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, hidden):
-        return 5 * self.linear(hidden).tanh().exp()
+    return Layer(lambda head, hidden: 5 * head.linear(hidden).tanh().exp(), linear=linear)
 
 
-class LowRank(nn.Module):
+def low_rank(linear):
     """A frozen head with two small matrices beside it that train."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.base = linear.requires_grad_(False)
-        self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, linear.out_features, bias=False)
-
-    def forward(self, hidden):
-        return self.base(hidden) + self.b(self.a(hidden))
+    return Layer(
+        lambda head, hidden: head.base(hidden) + head.b(head.a(hidden)),
+        base=linear.requires_grad_(False),
+        a=nn.Linear(D, 2, bias=False),
+        b=nn.Linear(2, linear.out_features, bias=False),
+    )
 
 
-class Quantised(nn.Module):
+def quantised(linear):
     """A head whose weight is kept in 8 bits, with a scale for each row that trains."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.scale = nn.Parameter(scale)
-
-    def forward(self, hidden):
-        return F.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
+    scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+    return Layer(
+        lambda head, hidden: F.linear(hidden, head.weight.to(hidden.dtype) * head.scale),
+        weight=nn.Buffer((linear.weight.detach() / scale).round().to(torch.int8)),
+        scale=nn.Parameter(scale),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,7 +60,7 @@ class Quantised(nn.Module):
 )
 def test_options(chunk, smoothing, z_loss, cap, scale, reduction, kind):
     hidden, head, labels = inputs(bias=kind == "bias")
-    head = Capped(head) if kind == "capped" else head
+    head = capped(head) if kind == "capped" else head
     ours = chunked_cross_entropy(
         hidden, head, labels, chunk_tokens=chunk, reduction=reduction, label_smoothing=smoothing, z_loss=z_loss,
         logit_softcap=cap, logit_scale=scale,
@@ -97,11 +86,10 @@ def test_double_precision_by_differences():
 def test_shift_and_num_items():
     hidden, head, labels = inputs(tokens=(2, 9))
     ours = chunked_cross_entropy(hidden, head, labels, shift=True, num_items=torch.tensor(40), chunk_tokens=4)
-    theirs = plain(hidden[:, :-1], head, labels[:, 1:], num_items=40)
-    alike(ours, theirs, hidden, head)
+    alike(ours, plain(hidden[:, :-1], head, labels[:, 1:], num_items=40), hidden, head)
 
 
-@pytest.mark.parametrize("head_of", [LowRank, Capped, Quantised, lambda linear: nn.Sequential(nn.LayerNorm(D), linear)])
+@pytest.mark.parametrize("head_of", [low_rank, capped, quantised, lambda linear: nn.Sequential(nn.LayerNorm(D), linear)])
 def test_any_module_is_a_head(head_of):
     hidden, linear, labels = inputs()
     head = head_of(linear)
@@ -116,8 +104,7 @@ def test_hooks_of_a_head_see_every_chunk():
     head.register_forward_hook(lambda module, args, output: seen.append(len(output)) or output * 2)
     ours = chunked_cross_entropy(hidden, head, labels, chunk_tokens=10)
     assert seen == [1, 10, 10, 3]  # one token first, to see how wide the head is
-    theirs = plain(hidden, head, labels)
-    alike(ours, theirs, hidden, head)
+    alike(ours, plain(hidden, head, labels), hidden, head)
 
 
 @pytest.mark.parametrize("frozen", ["head", "trunk", "both"])
@@ -137,13 +124,9 @@ def test_tied_weight_gets_both_gradients():
     embedding = nn.Embedding(V, D)
     head = nn.Linear(D, V, bias=False)
     head.weight = embedding.weight
-    tokens, labels = torch.arange(V), torch.arange(V).roll(1)
-    found = []
-    for loss in (lambda h: chunked_cross_entropy(h, head, labels, chunk_tokens=7), lambda h: plain(h, head, labels)):
-        embedding.zero_grad()
-        loss(embedding(tokens)).backward()
-        found.append([embedding.weight.grad.clone()])
-    assert_near(*found)
+    hidden, labels = embedding(torch.arange(V)), torch.arange(V).roll(1)
+    losses = chunked_cross_entropy(hidden, head, labels, chunk_tokens=7), plain(hidden, head, labels)
+    assert_near(*(torch.autograd.grad(loss, embedding.weight, retain_graph=True) for loss in losses))
 
 
 def test_several_backwards_and_accumulation():
@@ -235,8 +218,8 @@ def test_autocast_computes_in_its_dtype():
 def test_autocast_of_log_probs_holds_in_backward():
     hidden, head, labels = inputs(vocabulary=300, tokens=(64,))
     with torch.autocast("cpu", torch.bfloat16):
-        value = chunked_log_probs(hidden, Capped(head), labels, chunk_tokens=16)
-        other = -plain(hidden, Capped(head), labels, reduction="none")
+        value = chunked_log_probs(hidden, capped(head), labels, chunk_tokens=16)
+        other = -plain(hidden, capped(head), labels, reduction="none")
     assert_near(gradients(value.sum(), hidden, head), gradients(other.sum(), hidden, head), 1e-2)
 
 
@@ -277,8 +260,7 @@ def test_log_probs_for_a_preference_loss():
 def test_dropout_in_a_head_draws_the_same_twice():
     hidden, linear, labels = inputs()
     head = nn.Sequential(nn.Dropout(0.5), linear)
-    torch.manual_seed(5)
-    ours = chunked_log_probs(hidden, head, labels, chunk_tokens=N)
+    ours = seeded(chunked_log_probs, hidden, head, labels, chunk_tokens=N, seed=5)
     torch.rand(7)
     found = gradients(ours.sum(), hidden, head)
     torch.manual_seed(5)
@@ -321,8 +303,7 @@ def test_sums_in_the_dtype_of_the_head():
     with peak:
         chunked_cross_entropy(hidden, head, labels, options=options).backward()
     assert peak.live <= 300 * D * 2 + 64 * D * 2 + 64
-    theirs = gradients(plain(hidden, head, labels), hidden, head)
-    assert_near([head.weight.grad.float()], theirs[1:], 3e-2)
+    assert_near([head.weight.grad.float()], gradients(plain(hidden, head, labels), hidden, head)[1:], 3e-2)
 
 
 def test_a_head_that_casts_float32_to_its_weight_has_the_gradients_of_the_cast():
@@ -351,8 +332,7 @@ def _graphs() -> int:
 
 
 def _found(loss: Any, tokens: int, backend: str | None, **options: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    head, hidden = nn.Linear(8, 50), torch.randn(tokens, 8, requires_grad=True)
+    head, hidden = seeded(nn.Linear, 8, 50), torch.randn(tokens, 8, requires_grad=True)
     labels = torch.randint(50, (tokens,))
     labels[3] = -100
     value = loss(hidden, head, labels, options=ChunkedLoss(chunk_tokens=9, compile=backend), **options)
@@ -393,16 +373,12 @@ def test_layers_that_are_compiled_have_compiled_chunks() -> None:
 
 
 def test_a_compiled_model_does_not_unroll_the_chunks() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return chunked_cross_entropy(self.embed(ids).tanh(), self.head, ids, shift=True, chunk_tokens=9)
-
-    torch.manual_seed(0)
-    model, ids = Model(), torch.randint(50, (2, 30))
+    model = Layer(
+        lambda own, ids: chunked_cross_entropy(own.embed(ids).tanh(), own.head, ids, shift=True, chunk_tokens=9),
+        embed=seeded(nn.Embedding, 50, 8),
+        head=nn.Linear(8, 50),
+    )
+    ids = torch.randint(50, (2, 30))
     model(ids).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()

@@ -32,8 +32,7 @@ def plain(hidden, head, labels, *, smoothing=0.0, z_loss=0.0, cap=None, scale=No
 
 
 def gradients(loss, hidden, head, upstream=None):
-    found = torch.autograd.grad(loss, [hidden, *head.parameters()], upstream)
-    return [gradient.float() for gradient in found]
+    return [gradient.float() for gradient in torch.autograd.grad(loss, [hidden, *head.parameters()], upstream)]
 
 
 def alike(ours, theirs, hidden, head, upstream=None, atol=0.0):

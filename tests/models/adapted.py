@@ -24,8 +24,7 @@ class FourBitLinear(nn.Linear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.scale = float(linear.weight.detach().abs().max()) / 127
-        packed = (linear.weight.detach() / self.scale + 128).round().to(torch.uint8)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale + 128).round().to(torch.uint8), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, (self.weight.to(x.dtype) - 128) * self.scale, self.bias)

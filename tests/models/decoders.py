@@ -82,9 +82,7 @@ class Prompted(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.prompt.expand(len(ids), -1, -1), self.decoder.embed(ids)], dim=1)
-        for block in self.decoder.blocks:
-            x = block(x)
-        return self.decoder.head(self.decoder.norm(x)).square().mean()
+        return self.decoder.head(self.decoder.norm(in_turn(self.decoder.blocks, x))).square().mean()
 
 
 def build(name: str, seed: int = 0, use_cache: bool = False) -> nn.Module:

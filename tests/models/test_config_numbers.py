@@ -72,8 +72,7 @@ def test_numbers_of_published_configs_are_read(tmp_path: Path, fields: dict[str,
 
 
 def test_a_deep_model_is_built(tmp_path: Path):
-    model = resolve_model(str(_config(tmp_path, num_hidden_layers=60))).build("meta")
-    assert len(model.model.layers) == 60
+    assert len(resolve_model(str(_config(tmp_path, num_hidden_layers=60))).build("meta").model.layers) == 60
 
 
 def test_code_of_a_models_own_is_named_with_the_way_out(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:

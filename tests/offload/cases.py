@@ -14,7 +14,7 @@ from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from tests.checks import gradients_of
-from tests.models.blocks import Stack
+from tests.models.blocks import Layer, Stack
 
 MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
 """`apply_offloading` in its three modes, and the context manager."""
@@ -40,23 +40,17 @@ def trained(model: nn.Module, x: torch.Tensor, context: Any = None) -> dict[str,
     return gradients(model)
 
 
-class Layer(nn.Module):
-    """A linear map, then `function` of its result and a scale."""
-
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], width: int = 16) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.randn(width))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.linear(x.sin()), self.scale)
-
-
 def stack_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], count: int = 4, width: int = 16) -> Stack:
-    """`count` equal layers, seeded."""
+    """`count` equal layers, seeded: each a linear map, then `function` of its result and a scale."""
     torch.manual_seed(0)
-    return Stack(Layer(function, width) for _ in range(count))
+    return Stack(
+        Layer(
+            lambda layer, x: function(layer.linear(x.sin()), layer.scale),
+            linear=nn.Linear(width, width),
+            scale=nn.Parameter(torch.randn(width)),
+        )
+        for _ in range(count)
+    )
 
 
 def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, **fields: Any) -> Any:
@@ -73,5 +67,4 @@ def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, **fields: An
             config(mode.removeprefix("context-"), **fields), model=model, layers=layers, backend=backend
         )
         return model, context, context
-    offloader = apply_offloading(model, layers, config(mode, **fields), backend=backend)
-    return model, offloader, offload_activations("none")
+    return model, apply_offloading(model, layers, config(mode, **fields), backend=backend), offload_activations("none")

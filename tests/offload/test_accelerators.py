@@ -96,8 +96,7 @@ def _holds_less(place: str) -> None:
     module, held = _module(place), {}
     for mode in ("none", "all"):
         model = _stack(place, lambda x, scale: (x * scale).exp().sin(), count=12)
-        settings = OffloadConfig(mode=mode, min_bytes=0, max_inflight_bytes=1 << 14)
-        apply_offloading(model, list(model.layers), settings)
+        apply_offloading(model, list(model.layers), OffloadConfig(mode=mode, min_bytes=0, max_inflight_bytes=1 << 14))
         x = torch.randn(8 * WIDTH, WIDTH, device=place)
         module.synchronize()
         base = module.memory_allocated()

@@ -16,20 +16,18 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Sel
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from tests.checks import assert_bitwise
-from tests.models.blocks import without_collector
+from tests.models.blocks import Layer, without_collector
 from tests.offload.cases import Stack, config, gradients, stack_of
 
 
-class _Frozen(nn.Module):
+def _adapted() -> nn.Module:
     """LoRA's shape: a frozen matrix beside a small trained one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.base(x) + self.up(self.down(x))).relu()
+    return Layer(
+        lambda layer, x: (layer.base(x) + layer.up(layer.down(x))).relu(),
+        base=nn.Linear(32, 32, bias=False).requires_grad_(False),
+        down=nn.Linear(32, 2, bias=False),
+        up=nn.Linear(2, 32, bias=False),
+    )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["model known", "model unknown"])
@@ -37,7 +35,7 @@ class _Frozen(nn.Module):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_30_weights_and_autocast_copies_of_them_never_move(kind: str, autocast: bool, known: bool) -> None:
     torch.manual_seed(0)
-    blocks = [_Frozen() if kind == "lora" else nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)]
+    blocks = [_adapted() if kind == "lora" else nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)]
     model = Stack([*blocks, nn.Linear(32, 32)])
     sources: list[torch.Tensor] = []
 
@@ -68,16 +66,11 @@ def test_30_weights_and_autocast_copies_of_them_never_move(kind: str, autocast: 
 
 
 def test_30_detached_weights_and_buffers_of_a_known_model_never_move() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(16, 16))
-            self.register_buffer("table", torch.randn(16, 16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight.detach().t()) * self.table[:8]
-
-    model = Tied()
+    model = Layer(
+        lambda tied, x: (x @ tied.weight.detach().t()) * tied.table[:8],
+        weight=nn.Parameter(torch.randn(16, 16)),
+        table=nn.Buffer(torch.randn(16, 16)),
+    )
     with offload_activations(config(), model=model, backend=Backend()) as offloader:
         model(torch.randn(8, 16, requires_grad=True) * 1).sum().backward()
     assert offloader.stats.moved_bytes == 0

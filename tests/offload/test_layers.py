@@ -20,6 +20,7 @@ from nemo_like.offload.backends import Backend
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.checks import assert_bitwise, refused_unchanged
 from tests.models import decoders
+from tests.models.blocks import Layer
 from tests.offload.cases import Stack, config, gradients, stack_of, trained
 
 
@@ -46,8 +47,7 @@ def test_decoders_are_bitwise(name: str, ac: str, mode: str) -> None:
     model = decoders.build(name)
     apply_activation_checkpointing(model, ac)
     names = [key for key, _ in model.named_parameters()]
-    settings = config(mode, max_inflight_bytes=1)
-    offloader = apply_offloading(model, _layers(model), settings, backend=Backend())
+    offloader = apply_offloading(model, _layers(model), config(mode, max_inflight_bytes=1), backend=Backend())
     assert [key for key, _ in model.named_parameters()] == names == list(expected)
     for _ in range(2):
         assert_bitwise(_gradients(model), expected)
@@ -114,13 +114,23 @@ def test_the_boundary_of_full_checkpointing_is_one_input_per_layer() -> None:
     assert (offloader.stats.copies, offloader.stats.moved_bytes) == (7, 7 * 4 * 16 * 4)
 
 
-def test_saved_moves_what_the_policy_keeps_and_the_inputs() -> None:
-    model = stack_of(lambda x, scale: (x * scale).exp(), count=3)
+@pytest.mark.parametrize(
+    ("function", "copies"),
+    [
+        # Two of three layers: the input, and the output of the linear layer.
+        (lambda x, scale: (x * scale).exp(), 4),
+        # The last matmul of a block is kept when it runs, and dropped when the block ends: no replay gets that far.
+        (lambda x, scale: x, 2),
+    ],
+    ids=["kept", "dropped"],
+)
+def test_saved_moves_the_inputs_and_what_a_policy_keeps_to_the_end(function: Any, copies: int) -> None:
+    model = stack_of(function, count=3)
     apply_activation_checkpointing(model, SelectivePolicy(every_nth_matmul=None), layers=["layers.*"])
     offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
-    model(torch.randn(4, 16, requires_grad=True) * 1).sum().backward()
-    # Two of three layers: the input, and the output of the linear layer.
-    assert (offloader.stats.copies, offloader.stats.moved_bytes) == (4, 4 * 4 * 16 * 4)
+    loss = model(torch.randn(4, 16, requires_grad=True) * 1).sum()
+    assert (offloader.stats.copies, offloader.stats.moved_bytes) == (copies, copies * 4 * 16 * 4)
+    loss.backward()
 
 
 def test_host_decisions_survive_changes_in_place() -> None:
@@ -142,31 +152,16 @@ def test_host_decisions_survive_changes_in_place() -> None:
             assert_bitwise(gradients(plain), expected)
 
 
-def test_what_the_engine_drops_at_the_end_of_a_region_is_not_copied() -> None:
-    # The last matmul of a block is kept when it runs, and dropped when the block ends: no replay gets that far.
-    model = stack_of(lambda x, scale: x, count=3)
-    apply_activation_checkpointing(model, SelectivePolicy(every_nth_matmul=None), layers=["layers.*"])
-    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
-    loss = model(torch.randn(4, 16, requires_grad=True) * 1).sum()
-    assert (offloader.stats.copies, offloader.stats.moved_bytes) == (2, 2 * 4 * 16 * 4)  # two inputs
-    loss.backward()
-
-
 @pytest.mark.parametrize("moved", [True, False])
 def test_changing_a_kept_output_after_its_region_raises(moved: bool) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def last(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = layer.linear(x)
+        return y, y.exp()
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.linear(x)
-            return y, y.exp()
-
-    region = CheckpointWrapper(Last(), policy=SelectivePolicy(every_nth_matmul=None))
+    layer = Layer(last, linear=nn.Linear(16, 16))
+    region = CheckpointWrapper(layer, policy=SelectivePolicy(every_nth_matmul=None))
     model = Stack([region, nn.Identity()])
-    settings = config("saved", min_bytes=0 if moved else 1 << 20)
-    apply_offloading(model, [region, model.layers[1]], settings, backend=Backend())
+    apply_offloading(model, [region, model.layers[1]], config("saved", min_bytes=0 if moved else 1 << 20), backend=Backend())
     y, z = model.layers[0](torch.randn(4, 16, requires_grad=True))
     y.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

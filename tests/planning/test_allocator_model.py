@@ -70,8 +70,7 @@ def test_best_fit_at_the_lowest_address():
 
 def test_fragments_make_it_reserve_more_than_is_free():
     allocator = CachingAllocator()
-    whole = allocator.allocate(100 * MIB)
-    allocator.free(whole)
+    allocator.free(allocator.allocate(100 * MIB))
     parts = [allocator.allocate(10 * MIB) for _ in range(10)]
     for part in parts[::2]:
         allocator.free(part)
@@ -106,8 +105,7 @@ def test_the_growing_end_is_the_last_choice():
 
 def test_streams_share_nothing():
     allocator = CachingAllocator()
-    block = allocator.allocate(64 * MIB, stream="compute")
-    allocator.free(block)
+    allocator.free(allocator.allocate(64 * MIB, stream="compute"))
     allocator.allocate(64 * MIB, stream="gather")
     assert allocator.reserved == 128 * MIB
     allocator.allocate(64 * MIB, stream="compute")
@@ -115,8 +113,7 @@ def test_streams_share_nothing():
 
 
 def test_a_limit_of_splitting():
-    config = AllocatorConfig(max_split_size=64 * MIB)
-    allocator = CachingAllocator(config)
+    allocator = CachingAllocator(AllocatorConfig(max_split_size=64 * MIB))
     large, small = allocator.allocate(100 * MIB), allocator.allocate(40 * MIB)
     allocator.free(large)
     allocator.free(small)
@@ -145,8 +142,7 @@ def test_a_block_above_the_limit_serves_what_is_less_than_a_large_segment_smalle
 
 def test_segments_go_back_when_memory_runs_out():
     allocator = CachingAllocator(memory=100 * MIB)
-    first = allocator.allocate(60 * MIB)
-    allocator.free(first)
+    allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(10 * MIB)  # splits those 60 MiB
     allocator.free(allocator.allocate(40 * MIB, stream=1))
     assert (allocator.reserved, allocator.retries) == (100 * MIB, 0)

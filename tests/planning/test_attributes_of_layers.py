@@ -19,8 +19,6 @@ from tests.models.blocks import in_turn
 from tests.models.families import FAMILIES
 from tests.planning.queries import bytes_between_steps
 
-pytest.importorskip("transformers")
-
 
 class _Block(nn.Module):
     """An MLP with something around it, by its name in `RUNS`."""
@@ -215,8 +213,7 @@ def test_the_peak_of_such_a_step_is_the_predicted_one(kind: str):
         optimizer.zero_grad()
 
     one_step()
-    before = bytes_between_steps(model, optimizer, gradients=False)
-    peak = before + max(cpu_events(one_step))
+    peak = bytes_between_steps(model, optimizer, gradients=False) + max(cpu_events(one_step))
     assert abs(peak - plan.peak_bytes) <= 0.03 * plan.peak_bytes
 
 
@@ -269,8 +266,7 @@ def test_what_the_router_keeps_for_the_loss_is_counted() -> None:
     for router_loss in (True, False):
         model = build("mixtral", router_loss)
         layers = find_layers(model)
-        traced = trace_model(model, layers, FAMILIES["mixtral"].inputs())
-        events = outer_memory(model, layers, traced)
+        events = outer_memory(model, layers, trace_model(model, layers, FAMILIES["mixtral"].inputs()))
         before = events.log[: events.calls[-1].begin]
         gone = {number for number, size in before if not size}
         left[router_loss] = sum(size for number, size in before if number not in gone)

@@ -19,7 +19,7 @@ from nemo_like.planning.selection.layer import backward_times, fused
 from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.planning.trace.layer_memory import TracedBytes
 from tests.allocator_events import cpu_events
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.adapted import with_lora
 from tests.models.blocks import Layer, Stack, mean_square
 from tests.models.tiny import labelled, llama, tokens
@@ -67,8 +67,7 @@ def test_a_row_of_operators_reads_once_and_writes_what_is_read_behind_it() -> No
 
 
 def test_what_is_computed_twice_is_computed_once() -> None:
-    trace = _traced(_block(twice))
-    assert _moved(trace, compiled=True) == {
+    assert _moved(_traced(_block(twice)), compiled=True) == {
         "sin": [BYTES, 0],
         "exp": [BYTES, 0],
         "mm": [2 * BYTES + WEIGHT] * 2,
@@ -158,11 +157,7 @@ def test_attention_without_a_fused_kernel_looks_for_empty_rows() -> None:
 
 
 def _adapted(targets: list[str]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        pytest.importorskip("peft")
-        return with_lora(llama(), targets)
-
-    return make
+    return lambda: with_lora(llama(), targets)
 
 
 def _mlps_alone() -> nn.Module:
@@ -179,7 +174,6 @@ MODELS = {"MLPs adapted": _adapted(["gate_proj", "up_proj", "down_proj"]), "MLPs
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_that_backward_does_not_need_is_skipped(name: str, budget: str) -> None:
     sample = labelled(tokens(2, 8))
-    torch.manual_seed(0)
-    bare = MODELS[name]().train()
+    bare = seeded(MODELS[name]).train()
     model = parallelize(copy.deepcopy(bare), "single", budget, sample_input=sample, device="cpu")
     assert_bitwise(step(model, **sample), step(bare, **sample))

@@ -22,6 +22,7 @@ from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import fake_tensor_types
+from tests.checks import seeded
 from tests.models.blocks import Stack, mean_square
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.models.tiny import Block
@@ -32,15 +33,13 @@ HIDDEN = 32
 
 
 def _model(dropout: float) -> Stack:
-    blocks = (Block(HIDDEN, 4 * HIDDEN, act=torch.tanh, dropout=dropout) for _ in range(2))
-    return Stack(blocks, head=mean_square)
+    return Stack((Block(HIDDEN, 4 * HIDDEN, act=torch.tanh, dropout=dropout) for _ in range(2)), head=mean_square)
 
 
 def _run(budget: str | None, backend: str | None, dropout: float):
     """Gradients of a step, the bytes of activations that autograd was given to keep, and the plan."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = _model(dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
+    model, x = seeded(_model, dropout), torch.randn(2, 16, HIDDEN, requires_grad=True)
     plan = None
     if budget is not None:
         plan = plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb")
@@ -65,8 +64,7 @@ def _run(budget: str | None, backend: str | None, dropout: float):
 def _assert_derivative(budget: str, backend: str, dropout: float) -> None:
     """The gradient along a random direction, of input and parameters at once, is the loss's central difference."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = _model(dropout).double(), torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
+    model, x = seeded(_model, dropout).double(), torch.randn(2, 16, HIDDEN, dtype=torch.float64, requires_grad=True)
     apply_plan(model, plan_for(model, ac=budget, sample_input=x, gpu="h100-80gb"), device_type="cpu", compile=True)
     compile_layers(model, backend, model.layers)
     leaves = [x, *model.parameters()]
@@ -76,8 +74,7 @@ def _assert_derivative(budget: str, backend: str, dropout: float) -> None:
         with torch.no_grad():
             for leaf, direction in zip(leaves, directions, strict=True):
                 leaf.add_(direction, alpha=distance)
-        torch.manual_seed(1)
-        return model(x)
+        return seeded(model, x, seed=1)
 
     loss_at(0.0).backward()
     slope = sum((leaf.grad * direction).sum() for leaf, direction in zip(leaves, directions, strict=True))
@@ -150,8 +147,7 @@ def _joint() -> tuple[fx.GraphModule, set[str]]:
         made = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (*params, *inputs)]
 
         def call(*given: torch.Tensor) -> tuple[torch.Tensor]:
-            state = dict(zip(names, given))
-            return (torch.func.functional_call(block, state, given[len(names) :]),)
+            return (torch.func.functional_call(block, dict(zip(names, given)), given[len(names) :]),)
 
         graph = aot_export_joint_simple(call, tuple(made), trace_joint=True)
     places = [node.name for node in graph.graph.nodes if node.op == "placeholder"]

@@ -121,8 +121,7 @@ def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bo
     model, _ = first_rank(_model(), tp)
     model.to_empty(device="cpu")
     layer = find_layers(model)[1].module
-    length = LENGTH // 2 if sequence_parallel else LENGTH
-    given = torch.randn(ROWS, length, 64, requires_grad=True)
+    given = torch.randn(ROWS, LENGTH // 2 if sequence_parallel else LENGTH, 64, requires_grad=True)
     positions = _model().model.rotary_emb(given, torch.arange(LENGTH)[None])
     layer.compile(backend="aot_eager_decomp_partition")
     with ranks_of(model):

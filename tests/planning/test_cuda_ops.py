@@ -21,7 +21,7 @@ from nemo_like.planning.model.capture import trace_model
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.blocks import Layer, Operators, Stack
 from tests.models.tiny import labelled, made
 from tests.planning.queries import computing, part_of, plan_of, saved
@@ -154,8 +154,7 @@ def _call(
 ) -> Call:  # fmt: skip
     query = torch.empty(2, heads[0], 96, head, dtype=dtype)
     key = torch.empty(2, heads[1], keys, head, dtype=dtype)
-    value = torch.empty(2, heads[1], keys, value_head or head, dtype=dtype)
-    return Call(query, key, value, **options)
+    return Call(query, key, torch.empty(2, heads[1], keys, value_head or head, dtype=dtype), **options)
 
 
 CALLS: dict[str, tuple[Call, str, str]] = {
@@ -226,8 +225,7 @@ def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
         assert (
             ops.count("_scaled_dot_product_efficient_attention") == 1 and "bmm" not in ops and "bernoulli_" not in ops
         )
-    plan = plan_of(query, _half(query))
-    assert plan.traced_for == "cuda"
+    assert plan_of(query, _half(query)).traced_for == "cuda"
     peak_of(query, query.uniform("selective"))
 
 
@@ -239,20 +237,15 @@ def _half(query: PlanQuery) -> Any:
 
 
 def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
-    pytest.importorskip("transformers")
     model, sample = made("DeepseekV3", device="meta"), labelled(torch.zeros(1, 4096, dtype=torch.long))
     setup = Job.of(world_size=2048, precision=Precision("bf16"))
-    held = {}
-    for device in ("h100-80gb", "cpu"):
+    for device, held in (("h100-80gb", 176.10), ("cpu", 679.23)):
         query = PlanQuery.from_model(model, sample, setup.change(gpu=resolve_device(device)))
-        held[device] = saved(query, query.uniform("none")) / 2**30
-    assert held["h100-80gb"] == pytest.approx(176.10, abs=0.01)
-    assert held["cpu"] == pytest.approx(679.23, abs=0.01)
+        assert saved(query, query.uniform("none")) / 2**30 == pytest.approx(held, abs=0.01)
 
 
 def test_a_plan_says_what_it_was_traced_for(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model, x = _model(), torch.randn(2, 32, 64)
+    model, x = seeded(_model), torch.randn(2, 32, 64)
     plan = plan_for(model, ac="60%", sample_input=x, gpu="a100-80gb")
     plan.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["traced_for"] == "cuda"
@@ -277,8 +270,7 @@ def test_the_gpu_takes_the_kernel_that_is_traced_for_it(name: str) -> None:
     real = torch._fused_sdp_choice(
         q, k, v, attn_mask=mask, dropout_p=call.dropout_p, is_causal=call.is_causal, enable_gqa=call.enable_gqa
     )
-    numbers = {MATH: 0, FLASH: 1, EFFICIENT: 2, CUDNN: 3}
-    assert numbers[backend(call, torch.cuda.get_device_capability())] == real
+    assert {MATH: 0, FLASH: 1, EFFICIENT: 2, CUDNN: 3}[backend(call, torch.cuda.get_device_capability())] == real
 
 
 @pytest.mark.cuda
@@ -290,14 +282,12 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
     mask = torch.ones(32, 32, dtype=torch.bool, device="cuda").tril()
     for trace, given, grad in zip(traced.traces(), (None, mask, None), (False, True, True), strict=True):
         block, real_x = model.layers[0].cuda(), x.cuda().requires_grad_(grad)
-        shared = [] if given is None else [given]
-        params = [*block.parameters()]
         real = record(
             lambda: block(real_x, given),  # noqa: B023
             name="real",
-            params=params,
+            params=[*block.parameters()],
             inputs={(0, 0): real_x},
-            shared=shared,
+            shared=[] if given is None else [given],
         )
         assert computing(trace) == computing(real)
         assert trace.none_bytes == real.none_bytes
@@ -306,8 +296,7 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
 @pytest.mark.cuda
 @needs_cuda
 def test_a_plan_for_the_gpu_at_hand_fits_its_first_forward(logs: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model, x = _model().cuda().to(BF16), torch.randn(2, 32, 64, device="cuda", dtype=BF16)
+    model, x = seeded(_model).cuda().to(BF16), torch.randn(2, 32, 64, device="cuda", dtype=BF16)
     plan = plan_for(model, ac="60%", sample_input=x, gpu=device_at_hand())
     expected = step(model, x)
     apply_plan(model, plan)

@@ -19,6 +19,7 @@ from nemo_like.planning.roofline import gather_seconds
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block
+from tests.checks import seeded
 from tests.models.blocks import Layer, Stack
 from tests.models.tiny import labelled, tokens
 from tests.planning.brute_force import at_budget
@@ -43,11 +44,6 @@ def _plain_block() -> nn.Module:
     up, down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
     norm, mix = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
     return Layer(_plain, norm=norm, mix=mix, up=up, down=down, drop=nn.Dropout(0.1))
-
-
-def _plain_model() -> nn.Module:
-    blocks = (_plain_block() for _ in range(2))
-    return Stack(blocks, start=nn.Linear(8, HIDDEN), head=lambda x: x.float().square().mean())
 
 
 def _decoder(config_class: str, **more):
@@ -85,7 +81,10 @@ MODELS = {
         ),
         {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.tensor([0, 1])},
     ),
-    "plain": lambda: (_plain_model(), {"x": torch.randn(BATCH, SEQ, 8)}),
+    "plain": lambda: (
+        Stack((_plain_block() for _ in range(2)), start=nn.Linear(8, HIDDEN), head=lambda x: x.float().square().mean()),
+        {"x": torch.randn(BATCH, SEQ, 8)},
+    ),
 }  # fmt: skip
 
 
@@ -113,8 +112,7 @@ def _run(module, args, kwargs, table, seed=7):
     held = meter.live - sum(meter.sizes.get(number, 0) for number in set(map(meter.number, outputs)))
     roots = [t for t in outputs if t.requires_grad]
     torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-    grads = [t.grad for t in [*module.parameters(), *inputs] if t.requires_grad]
-    return grads, held
+    return [t.grad for t in [*module.parameters(), *inputs] if t.requires_grad], held
 
 
 def _budgets(problem, number=10):
@@ -133,8 +131,7 @@ def _budgets(problem, number=10):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):
-    torch.manual_seed(0)
-    model, sample = MODELS[name]()
+    model, sample = seeded(MODELS[name])
     model = model.to(dtype).train()
     sample = {k: v.to(dtype) if v.is_floating_point() else v for k, v in sample.items()}
     traced = capture.trace_model(model, find.find_layers(model), sample)
@@ -147,8 +144,7 @@ def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):
         expected, held = _run(module, args, kwargs, None)
         assert held == problem.none().held_bytes - kind.trace.kept_input_bytes - kind.trace.kept_output_bytes
         for choice in _budgets(problem):
-            table = DecisionTable.from_json(problem.rows(choice))
-            grads, held = _run(module, args, kwargs, table)
+            grads, held = _run(module, args, kwargs, DecisionTable.from_json(problem.rows(choice)))
             assert held == choice.held_bytes - kind.trace.input_bytes
             assert len(grads) == len(expected) and len(inputs) > 0
             for got, wanted in zip(grads, expected):
@@ -158,11 +154,9 @@ def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trace_is_the_op_sequence_of_the_real_forward(name):
-    torch.manual_seed(0)
-    model, sample = MODELS[name]()
+    model, sample = seeded(MODELS[name])
     model.train()
-    traced = capture.trace_model(model, find.find_layers(model), sample)
-    for kind in traced.kinds:
+    for kind in capture.trace_model(model, find.find_layers(model), sample).kinds:
         args, kwargs = _real_call(model, sample, kind.module)
         real = block.record(
             lambda: kind.module(*args, **kwargs), name="real", params=list(kind.module.parameters()),  # noqa: B023

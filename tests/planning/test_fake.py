@@ -33,8 +33,7 @@ def test_numbers_made_of_constants_are_real_and_random_ones_are_not() -> None:
 def test_a_constant_that_something_unknown_is_written_into_is_unknown() -> None:
     with FakeRun() as run:
         total = torch.ones(4)
-        other = run.like(torch.ones(2))
-        total[:2] = other
+        total[:2] = run.like(torch.ones(2))
         view = total.view(2, 2)
         assert view.untyped_storage()._cdata == total.untyped_storage()._cdata
         assert is_fake(view * 2) and is_fake(total.sum())
@@ -51,8 +50,7 @@ def test_a_view_of_such_a_constant_is_a_view_in_the_trace() -> None:
             return total.view(2, 2) * weight.view(2, 2)
 
         trace = record(block, name="block", params=[weight], inputs={}, shared=[])
-    names = [str(op.op) for op in trace.ops if not op.view]
-    assert names == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
+    assert [str(op.op) for op in trace.ops if not op.view] == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
 
 
 def test_gradients_that_meet_are_summed_in_place() -> None:
@@ -105,9 +103,8 @@ def test_a_gradient_that_a_hook_of_a_node_keeps_is_not_summed_into() -> None:
 
 
 def test_a_mask_that_is_known_selects_a_known_number() -> None:
-    mask = torch.tensor([True, False, True])
     with FakeRun() as run:
-        assert run.like(torch.ones(3, 2))[mask].shape == (2, 2)
+        assert run.like(torch.ones(3, 2))[torch.tensor([True, False, True])].shape == (2, 2)
 
 
 ROWS = torch.arange(8).repeat(8)
@@ -264,10 +261,7 @@ def test_a_model_that_looks_at_values_around_its_layers() -> None:
 
 
 def test_a_loss_that_looks_at_values() -> None:
-    def loss_fn(out: torch.Tensor) -> torch.Tensor:
-        return out.sum() if out.sum() > 0 else -out.sum()
-
-    query = _query(inside=False, step=StepSpec(loss_fn=loss_fn))
+    query = _query(inside=False, step=StepSpec(loss_fn=lambda out: out.sum() if out.sum() > 0 else -out.sum()))
     with pytest.raises(ValueError, match=r"StepSpec\.loss_fn cannot be planned for: it depends on values"):
         query.stages[0].outside()
 

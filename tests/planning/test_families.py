@@ -14,8 +14,6 @@ from tests.tools.benchmarks.random_jobs import Drawn, answer, draw
 from tests.tools.surveys.plans import model_types, planned_and_run, survey_one
 from tests.tools.surveys.tiny_models import build_tiny
 
-pytest.importorskip("transformers")
-
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
@@ -63,10 +61,6 @@ def _two_ends(head: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return head.out(x), in_turn(head.more, x)
 
 
-def _convolution(stride: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(16, 16, 3, stride, 1), nn.BatchNorm2d(16), nn.ReLU6())
-
-
 OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "torch's own encoder": (
         lambda: Stack(
@@ -94,7 +88,15 @@ OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     # Layers that differ in their stride alone, a pair of numbers, are not of one kind: the last pictures were taken to be
     # as large as the first ones. Workspaces of convolutions are not counted.
     "convolutions": (
-        lambda: Stack(map(_convolution, (1, 1, 2, 1)), head=lambda x: x.mean((1, 2, 3))), (2, 16, 32, 32), 0.05
+        lambda: Stack(
+            (
+                nn.Sequential(nn.Conv2d(16, 16, 3, stride, 1), nn.BatchNorm2d(16), nn.ReLU6())
+                for stride in (1, 1, 2, 1)
+            ),
+            head=lambda x: x.mean((1, 2, 3)),
+        ),
+        (2, 16, 32, 32),
+        0.05,
     ),
 }  # fmt: skip
 """A model, the shape that it is called with, and how far the peak may be from the plan's."""

@@ -53,8 +53,7 @@ FREE, PINNED = (
 def test_the_best_runs_and_peaks_as_predicted(pins):
     free = fit(Text(2), gpus=1, gpu="cpu", seq_len=64, global_batch=8, ac="none", loss="model", micro_batch=8)
     limit = free.best.peak_bytes * 6 // 10
-    report = fit(Text(2), gpus=1, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins)
-    best = report.best
+    best = fit(Text(2), gpus=1, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best
     assert best.fits and best.peak_bytes <= limit and best.layout.sequences == 8
     measured = _measured(Text(2), best)
     assert abs(best.peak_bytes - measured) <= 0.01 * measured
@@ -126,8 +125,7 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
 
 
 def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():
-    room = Room(gpus=8, seq_len=64, global_batch=16, layers=4, tensor_sizes=(1, 2, 4, 8), stages=False)
-    found, rejected = layouts(room)
+    found, rejected = layouts(Room(gpus=8, seq_len=64, global_batch=16, layers=4, tensor_sizes=(1, 2, 4, 8), stages=False))
     assert len(found) == len(set(found)) and all(layout.gpus == 8 for layout in found)
     assert all(layout.sequences == 16 for layout in found)
     assert Layout(1, 8, micro_batch=2) in found and Layout(2, 2, tp=2, micro_batch=4) in found
@@ -226,11 +224,14 @@ def test_collectives_take_the_slowest_link_that_they_need():
     inside, across, spread = group_of(8, 1, 8), group_of(16, 1, 8), group_of(16, 8, 8)
     assert (across.per_node, across.nodes, spread.per_node, spread.nodes) == (8, 2, 1, 16)
     size = 1 << 30
-    assert gather_seconds(size, inside, h100) == pytest.approx(size * 7 / 8 / 360e9 + 7e-5)
-    # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 20 GB/s.
-    assert gather_seconds(size, across, h100) == pytest.approx(size * 15 / 16 / 160e9 + 9e-5)
-    assert gather_seconds(size, spread, h100) == pytest.approx(size * 15 / 16 / 20e9 + 8e-5)
-    assert gather_seconds(size, group_of(1, 1, 8), h100) == 0.0
+    for group, seconds in (
+        (inside, size * 7 / 8 / 360e9 + 7e-5),
+        # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 20 GB/s.
+        (across, size * 15 / 16 / 160e9 + 9e-5),
+        (spread, size * 15 / 16 / 20e9 + 8e-5),
+        (group_of(1, 1, 8), 0.0),
+    ):
+        assert gather_seconds(size, group, h100) == pytest.approx(seconds)
 
 
 def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_split_beside_tp():
@@ -296,10 +297,9 @@ def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts()
             use_cache=False,
         )
     ).train()  # fmt: skip
-    device = replace(resolve_device("h100-80gb"), gpus_per_node=1)
     asked = {
         "gpus": 4,
-        "gpu": device,
+        "gpu": replace(resolve_device("h100-80gb"), gpus_per_node=1),
         "seq_len": 64,
         "global_batch": 4,
         "ac": "full",

@@ -26,8 +26,6 @@ from tests.models.fit_models import llama, mixture
 from tests.planning.queries import Text, reserved
 from tests.planning.search_of_all import search_of_all
 
-pytest.importorskip("transformers")
-
 PINS: dict[str, Any] = {"ac": "full", "loss": "model", "offload": "none", "micro_batch": 1, "cpu_offload": False}
 PINS |= dict.fromkeys(("tp", "cp", "pp", "dp_replicate"), 1)
 
@@ -186,8 +184,7 @@ def test_state_stays_on_the_device_where_that_is_faster():
     # Of a small model, launches would take all of the time, and all ways the same.
     device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
     pins = read_pins({"tp": 1, "cp": 1, "grad_accum": [1, 3], "micro_batch": [2, 8], "ac": ["none", "full"]})
-    job = Job.of(gpu=device, precision=Precision("bf16"))
-    question = Question(job, gpus=2, seq_len=64, limit=1 << 40, pins=pins)
+    question = Question(Job.of(gpu=device, precision=Precision("bf16")), gpus=2, seq_len=64, limit=1 << 40, pins=pins)
     everything = search_of_all(make_search(llama(2), [question]))
     best = make_search(llama(2), [question]).run(1).best[0]
     assert best.layout.fsdp.cpu_offload is everything[0].layout.fsdp.cpu_offload is False
@@ -312,11 +309,9 @@ def test_fields_that_are_searched_are_those_of_the_docstring() -> None:
 
 def test_adapters_are_those_of_a_plan(tmp_path: Path, program: Any) -> None:
     """`fit` that is pinned to one layout, against `plan` with the same flags."""
-    pytest.importorskip("peft")
     config = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | heads))
+    path.write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}))
     both = f"--model {path} --gpus 2 --seq-len 64 --lora 4 --precision bf16 --optimizer adamw --json -".split()
     pins = "--tp 1 --cp 1 --pp 1 --dp-replicate 1 --micro-batch 1 --grad-accum 1 --ac full --loss model --offload none"
     found = json.loads(program(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]).out)
@@ -335,9 +330,8 @@ def test_adapters_that_fit_refuses() -> None:
 
 
 def test_an_imbalance_without_ep_is_refused_alike() -> None:
-    job = Job.of(ep=ExpertParallel(1, imbalance=2.0), gpu="cpu", world_size=2)
     told = r"imbalance is 2.0, and ep is 1: every rank has all experts, .* Leave it out, or use ep above 1"
     with pytest.raises(ValueError, match=told):
-        query_of(mixture(), text_batch(1, 16), job)
+        query_of(mixture(), text_batch(1, 16), Job.of(ep=ExpertParallel(1, imbalance=2.0), gpu="cpu", world_size=2))
     with pytest.raises(ValueError, match=told):
         fit(mixture(), gpus=2, gpu="cpu", ep=1, imbalance=2.0)

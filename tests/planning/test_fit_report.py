@@ -20,8 +20,6 @@ from tests.models.fit_models import llama, mixture
 from tests.models.tiny import labelled, made
 from tests.planning.queries import Text
 
-pytest.importorskip("transformers")
-
 _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 2, "grad_accum": 2}
 _TWO = {"gpus": 2, "gpu": "h100-80gb", "micro_batch": 2, "tp": 1, "cp": 1}
 _STAGES = {"gpus": 2, "gpu": "cpu", "micro_batch": 1, "pp": 2, "loss": "model", "global_batch": 4}
@@ -45,8 +43,7 @@ def _check(candidate):
     account = candidate.account
     assert sum(row.amount for row in account.bytes) == candidate.peak_bytes
     assert all(isinstance(row.amount, int) and row.amount > 0 and row.what != "other" for row in account.bytes)
-    step = candidate.step_seconds
-    assert math.isclose(sum(row.amount for row in account.seconds), step, rel_tol=1e-12)
+    assert math.isclose(sum(row.amount for row in account.seconds), candidate.step_seconds, rel_tol=1e-12)
     for part, seconds in candidate.seconds.parts.items():
         own = [row for row in account.seconds if row.part == part]
         assert math.isclose(sum(row.amount for row in own), seconds, rel_tol=1e-9), part
@@ -59,13 +56,11 @@ def _check(candidate):
 def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     asked, pins = CASES[case]
     model = llama(4) if {"chunked", "zbv"} & {pins.get("loss"), pins.get("schedule")} else Text(4)
-    report = fit(model, seq_len=64, count=1, **asked, **pins)
-    for candidate in report.candidates:
+    for candidate in fit(model, seq_len=64, count=1, **asked, **pins).candidates:
         _check(candidate)
         if candidate.layout.pp > 1:
             assert max(peak.total for _, peak in candidate.account.ranks) == candidate.peak_bytes
-        sent = pickle.loads(pickle.dumps(candidate))
-        assert sent.account.bytes == candidate.account.bytes
+        assert pickle.loads(pickle.dumps(candidate)).account.bytes == candidate.account.bytes
 
 
 def test_experts_replicas_and_split_sequences_are_accounted_for():
@@ -96,12 +91,12 @@ def test_seconds_of_replicas_are_not_those_of_a_pipelines_replicas():
 def test_what_is_kept_is_told_by_the_operators_that_made_it():
     """Of two layers under `full` inputs alone, to the byte; with nothing checkpointed products and attention, too."""
     asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 2, "loss": "model", "offload": "none"}
-    rows = {}
-    for ac in ("full", "none"):
-        best = fit(llama(2), ac=ac, **asked).best
-        rows[ac] = {row.what: row.amount for row in best.account.bytes if row.part == "saved activations"}
-    assert rows["full"] == {"layers' inputs": 2 * 2 * 64 * 48 * 4}
-    assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
+    full, none = (
+        {row.what: row.amount for row in best.account.bytes if row.part == "saved activations"}
+        for best in (fit(llama(2), ac=ac, **asked).best for ac in ("full", "none"))
+    )
+    assert full == {"layers' inputs": 2 * 2 * 64 * 48 * 4}
+    assert none.keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
 
 
 def test_explain_prints_every_row(program):
@@ -144,8 +139,7 @@ def test_what_is_named_for_a_pipeline_makes_it_fit():
 def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
     asked = _TWO_STAGES | _AXES | {"memory": int(1.7 * 2**20), "micro_batch": 1, "global_batch": 8}
     report = fit(llama(6), **asked)
-    eight_bit = fit(llama(6), **asked, optimizer="adamw-8bit").best
-    saved = report.nearest.need.bytes - eight_bit.need.bytes
+    saved = report.nearest.need.bytes - fit(llama(6), **asked, optimizer="adamw-8bit").best.need.bytes
     assert report.helps[0] == f"optimizer='adamw-8bit' ({write_bytes(saved)} less)"
     # What a stage holds gathered does not shrink on more ranks.
     asked |= {"seq_len": 16, "global_batch": 4, "memory": int(1.2 * 2**20)}

@@ -16,7 +16,7 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.planner import plan_for
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from tests.checks import assert_bitwise, refused, same, step
+from tests.checks import assert_bitwise, refused, same, seeded, step
 from tests.models.fit_models import llama
 from tests.models.tiny import labelled
 from tests.models.tiny import llama as tiny_llama
@@ -24,12 +24,10 @@ from tests.planning.queries import Text, part_of, plan_of
 from tests_distributed.allocated import loop_peak_bytes
 
 float8 = pytest.importorskip("torchao.float8")
-pytest.importorskip("transformers")
 
 
 def _small(**sizes: int) -> Any:
-    torch.manual_seed(0)
-    return tiny_llama(num_hidden_layers=2, **sizes)
+    return seeded(tiny_llama, num_hidden_layers=2, **sizes)
 
 
 def _model(**sizes: int) -> Any:

@@ -16,7 +16,6 @@ from nemo_like.options import ExpertParallel, PipelineParallel
 from tests.models.fit_models import llama
 from tests.models.tiny import made
 
-pytest.importorskip("transformers")
 NUMBERS = 64
 """Bytes: autograd's numbers of a micro-batch and each parameter's count of steps, which a plan does not have."""
 

@@ -23,9 +23,8 @@ def _parts(
         "Llama", device="meta", vocab_size=256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=2,
         num_attention_heads=32, num_key_value_heads=8,
     )  # fmt: skip
-    sample = labelled(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
     asked = Job.of(world_size=gpus, ac=ac, gpu=resolve_device(gpu), precision="bf16", **job)
-    query = PlanQuery.from_model(model, sample, asked)
+    query = PlanQuery.from_model(model, labelled(torch.zeros(1, tokens, dtype=torch.int64, device="meta")), asked)
     choices = query.uniform(ac)
     return step_seconds(query, choices).parts, layer_runs(query.stages[0], choices[0])
 

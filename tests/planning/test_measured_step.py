@@ -74,8 +74,7 @@ def test_a_known_factor_comes_back(factor: float) -> None:
     query = _query()
     query = query.under(query.job.change(gpu=at_factor(device, 1e-4)))  # so slow that launches do not decide
     choices = query.uniform("full")
-    slower = query.under(query.job.change(gpu=at_factor(query.device, factor)))
-    seconds = step_seconds(slower, choices).total
+    seconds = step_seconds(query.under(query.job.change(gpu=at_factor(query.device, factor))), choices).total
     assert fitted_factor(query, choices, seconds) == pytest.approx(factor, rel=2e-3)
     with pytest.raises(ValueError, match="no rates within 4 times"):
         fitted_factor(query, choices, 100 * seconds)

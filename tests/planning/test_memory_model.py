@@ -30,8 +30,6 @@ from tests.models.tiny import labelled, made
 from tests.planning.queries import call_of, computing, part_of
 from tests.said import said
 
-pytest.importorskip("transformers")
-
 STEPS = (
     StepSpec(), StepSpec(microbatches=3), StepSpec(microbatches=2, sync="last"), StepSpec(microbatches=4, sync="last"),
     StepSpec(zero_grad="zero"), StepSpec(microbatches=3, sync="last", zero_grad="zero"), StepSpec(keeps_output=False),
@@ -203,11 +201,8 @@ def test_one_rank_gathers_into_no_buffer() -> None:
     ids=["experts", "a loss in chunks", "an input that is split", "stages", "float8 in stages"],
 )
 def test_a_budget_is_planned_to_the_byte(name: str, more: dict[str, Any], asked: dict[str, Any]) -> None:
-    if "precision" in asked:
-        pytest.importorskip("torchao")
     job = Job.of(ac="50%", world_size=8, gpu="h100-80gb", **asked)
-    layers = 2 if "pp" in asked else 1
-    found = dry_run(_tiny(name, layers, **more), job, _sample(16), layers=None)
+    found = dry_run(_tiny(name, 2 if "pp" in asked else 1, **more), job, _sample(16), layers=None)
     assert found.against is not None and abs(found.peak_bytes - found.against) <= SAME
 
 

@@ -22,8 +22,6 @@ from tests.models.tiny import labelled
 from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
 
-pytest.importorskip("torchao.float8")
-pytest.importorskip("transformers")
 EMULATED: dict[str, Any] = {"precision": "mxfp8-emulated", "device": "cpu"}
 
 

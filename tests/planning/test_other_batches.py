@@ -22,7 +22,7 @@ from nemo_like.models import check_positions
 from nemo_like.planning import plan_for
 from nemo_like.planning import report as report_module
 from nemo_like.planning.report import FLEX
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.blocks import Operators, checkpoint_region
 from tests.models.fit_models import llama
 from tests.models.tiny import labelled, made
@@ -33,8 +33,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def _model():
-    torch.manual_seed(0)
-    return tiny_llama(num_hidden_layers=2, vocab_size=128, max_position_embeddings=64)
+    return seeded(tiny_llama, num_hidden_layers=2, vocab_size=128, max_position_embeddings=64)
 
 
 def _ids(rows, width):
@@ -85,8 +84,7 @@ _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 1, "tp": 1, "ac": "none", "loss"
 
 
 def _rows(model: torch.nn.Module) -> list[tuple[int, float]]:
-    report = predict(model, gpu="cpu", gpus=1, seq_len=96, budgets=["60%"])
-    return [(row.need.bytes, row.seconds) for row in report.rows]
+    return [(row.need.bytes, row.seconds) for row in predict(model, gpu="cpu", gpus=1, seq_len=96, budgets=["60%"]).rows]
 
 
 def test_a_rotary_model_is_predicted_as_one_with_more_positions(logs: pytest.LogCaptureFixture) -> None:
@@ -169,8 +167,7 @@ def _steps(model, batches):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("planned", ["plain", "padded", "packed"])
 def test_a_run_whose_masks_change_trains_as_without_a_plan(name, planned, budget):
-    torch.manual_seed(0)
-    model, batches = MODELS[name](), _batches()
+    model, batches = seeded(MODELS[name]), _batches()
     if name == "bert" and planned == "packed":
         pytest.skip("BERT packs nothing")
     order = [batches[planned], *batches.values(), batches[planned]]
@@ -205,8 +202,7 @@ def test_a_replay_that_needs_what_is_skipped_begins_again_and_runs_no_pinned_ope
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     for mask in (None, torch.randn(5, 6)):
         expected = torch.autograd.grad(_skipping_block(x, weight, mask).sum(), (x, weight))
-        table = DecisionTable(rows, strict=False)
-        out = checkpoint_region(_skipping_block, x, weight, mask, policy=table, name="block")
+        out = checkpoint_region(_skipping_block, x, weight, mask, policy=DecisionTable(rows, strict=False), name="block")
         for _ in range(1 + retain):
             with Operators() as ran:
                 found = torch.autograd.grad(out.sum(), (x, weight), retain_graph=retain)
@@ -315,12 +311,6 @@ def _whisper() -> object:
     )  # fmt: skip
 
 
-def _t5() -> object:
-    return transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4, vocab_size=64
-    )
-
-
 def _planned(folder: Path, config: object, *more: str) -> list[str]:
     config.save_pretrained(folder)
     return [
@@ -345,7 +335,13 @@ WHOLE = {
     "llava": (_llava, "1 x 32 tokens, 1 picture(s) of 16 x 16 each (16 of the tokens)", 5),
     "qwen2_5_vl": (_qwen, "1 x 32 tokens, 1 picture(s) of 56 x 56 each (4 of the tokens)", 5),
     "whisper": (_whisper, "1 sound(s) of 0.5 s and 1 x 16 tokens", 5),
-    "t5": (_t5, "1 x 32 tokens", 5),
+    "t5": (
+        lambda: transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4, vocab_size=64
+        ),
+        "1 x 32 tokens",
+        5,
+    ),
 }
 
 
@@ -354,8 +350,7 @@ WHOLE = {
 def test_the_command_plans_all_towers(name: str, tmp_path: Path, program: Any) -> None:
     make, said, layers = WHOLE[name]
     size = ("--image-size", "56") if name == "qwen2_5_vl" else ()  # of any size: its config names none
-    words = _planned(tmp_path, make(), "--json", "-", *size)
-    body = json.loads(program(words).out)
+    body = json.loads(program(_planned(tmp_path, make(), "--json", "-", *size)).out)
     assert body["input"] == said
     assert body["not_run"] is None and body["not_made_up"] is None
     assert all(sum(row["layers"].values()) == layers for row in body["rows"])
@@ -400,8 +395,7 @@ def test_a_sample_with_pictures_runs_all_towers(logs: pytest.LogCaptureFixture) 
         model = transformers.LlavaForConditionalGeneration(_llava())
     ids = torch.tensor([[63] * 16 + [1] * 4])
     sample = labelled(ids) | {"pixel_values": torch.randn(1, 3, 16, 16)}
-    plan = plan_for(model, ac="60%", sample_input=sample, gpu="cpu")
-    assert len(plan.layers) == 5 and "did not run" not in logs.text
+    assert len(plan_for(model, ac="60%", sample_input=sample, gpu="cpu").layers) == 5 and "did not run" not in logs.text
     plan_for(model, ac="60%", sample_input=labelled(ids[:, 16:]), gpu="cpu")
     assert "3 x CLIPEncoderLayer (vision) did not run with the sample input" in logs.text
 

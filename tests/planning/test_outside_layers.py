@@ -21,8 +21,6 @@ from tests.checks import assert_bitwise, step
 from tests.models.tiny import labelled, llama, made, tokens
 from tests.planning.queries import held_bytes, part_of, reserved
 
-pytest.importorskip("transformers")
-
 IDS = torch.randint(4096, (4, 96), generator=torch.Generator().manual_seed(0))
 BATCH = labelled(IDS)
 CHUNKS = ChunkedLoss(chunk_tokens=16)
@@ -152,8 +150,7 @@ MAKERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MAKERS)
 def test_states_and_temporaries_are_those_of_the_real_step(name, dtype):
-    shapes = MATRICES if name == "muon" else SHAPES
-    params, state, step = _measured(MAKERS[name], shapes, dtype)
+    params, state, step = _measured(MAKERS[name], MATRICES if name == "muon" else SHAPES, dtype)
     found = optimizer_memory(_described(params), name, device="cpu")
     assert (found.state, found.step) == (state, step)
 

@@ -34,9 +34,8 @@ ROWS, LENGTH, WIDTH = 2, 64, 8
 
 
 def test_no_code_compares_the_word_of_a_method() -> None:
-    package = Path(methods.__file__).parents[2]
     assert set(methods.METHODS) == set(parallel.CONTEXT_METHODS)
-    for path in package.rglob("*.py"):
+    for path in Path(methods.__file__).parents[2].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             assert not any(isinstance(side, ast.Attribute) and side.attr == "method" for side in sides), path
@@ -55,8 +54,7 @@ def test_a_gather_costs_what_a_rank_receives(method: str, ranks: int) -> None:
     assert record.gathered == whole and record.flops == 4 * ROWS * heads * LENGTH * LENGTH // 2 // ranks * WIDTH
     layers, once = len(part_of(query).traced.calls), gather_seconds(whole, group_of(ranks, 1, 8), device)
     for mode, times in (("none", 3), ("full", 4)):
-        seconds = step_seconds(query, query.uniform(mode)).parts["sequence gathers"]
-        assert seconds == pytest.approx(layers * times * once)
+        assert step_seconds(query, query.uniform(mode)).parts["sequence gathers"] == pytest.approx(layers * times * once)
 
 
 EXCHANGE = "nemo_like.exchange_rows.default"
@@ -177,8 +175,7 @@ def test_gradients_of_split_experts_are_added_together() -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_can_be_planned(name: str) -> None:
-    query = _query(None, name)
-    plan = plan_of(query, MemoryBudget.parse("50%"))
+    plan = plan_of(_query(None, name), MemoryBudget.parse("50%"))
     assert 0 < plan.held_bytes <= 0.5 * plan.none_bytes + 1
 
 

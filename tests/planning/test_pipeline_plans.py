@@ -25,8 +25,6 @@ from tests.models.tiny import VOCAB, llama, made
 from tests.planning.queries import Text
 from tests.planning.search_of_all import search_of_all
 
-pytest.importorskip("transformers")
-
 
 def _model(layers: int = 4) -> Any:
     return Text(layers, 32).to("meta")
@@ -51,8 +49,7 @@ def _equal_seconds(stages: int, forward: float, backward: float) -> dict[tuple[s
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     # (P - 1) / (M + P - 1): Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
-    pp = PipelineParallel(4, schedule=schedule, microbatches=8)
-    found = timeline(actions_of(pp), _equal_seconds(4, 1.0, 2.0), 4)
+    found = timeline(actions_of(PipelineParallel(4, schedule=schedule, microbatches=8)), _equal_seconds(4, 1.0, 2.0), 4)
     assert found.seconds == (8 + 3) * 3.0
     assert found.bubble == pytest.approx(3 / 11)
 
@@ -88,8 +85,7 @@ def test_layers_are_dealt_out_for_memory() -> None:
 
 
 def test_what_each_action_of_a_stage_takes() -> None:
-    parts = {"forward": 1.0, "backward": 2.0, "replay": 0.5, "head and embedding": 0.3, "host copies": 0.2}
-    stages = [parts] * 2
+    stages = [{"forward": 1.0, "backward": 2.0, "replay": 0.5, "head and embedding": 0.3, "host copies": 0.2}] * 2
     wanted = {  # the first stage's backward runs whole, in the place of its second half
         ("F", 0): 1.2, ("B", 0): 2.8, ("I", 0): 0.0, ("W", 0): 2.8,
         ("F", 1): 1.2, ("B", 1): 2.8, ("I", 1): 1.7, ("W", 1): 1.6,
@@ -191,10 +187,8 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
     job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
-    seconds = []
-    for asked in (None, True):
-        query = PlanQuery.from_model(_model(), SAMPLE, job.change(strategy=FSDP2(asked)))
-        seconds.append(step_seconds(query, query.uniform("none")).parts["parameter gathers"])
+    queries = (PlanQuery.from_model(_model(), SAMPLE, job.change(strategy=FSDP2(asked))) for asked in (None, True))
+    seconds = [step_seconds(query, query.uniform("none")).parts["parameter gathers"] for query in queries]
     # Before the first action of a stage, and before whatever follows each of its four forwards.
     assert 5 * seconds[0] == pytest.approx(seconds[1])
 
@@ -214,15 +208,13 @@ _experts = partial(
 
 
 def _search(model, precision="bf16", limit=1 << 40, **pins):
-    device = replace(resolve_device("h100-80gb"), gpus_per_node=2)
-    free = {"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"}
     question = Question(
-        Job.of(gpu=device, precision=Precision.of(precision)),
+        Job.of(gpu=replace(resolve_device("h100-80gb"), gpus_per_node=2), precision=Precision.of(precision)),
         gpus=4,
         seq_len=64,
         limit=limit,
         global_batch=16,
-        pins=read_pins(free | pins),
+        pins=read_pins({"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"} | pins),
     )
     return make_search(model, [question])
 

@@ -24,8 +24,6 @@ from tests.models.tiny import labelled, llama
 from tests.planning.queries import part_of
 from tests_distributed.allocated import step_peak_bytes
 
-pytest.importorskip("transformers")
-
 SMALL = OffloadConfig("boundary", min_bytes=0, max_inflight_bytes=1, prefetch=1)
 STEP = StepSpec(optimizer="sgd", zero_grad="zero")
 """With gradients there all the time, the peak is where most is held."""
@@ -38,8 +36,7 @@ def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def _query(offload: OffloadConfig) -> PlanQuery:
     model, sample = _model()
-    setup = Job.of(step=STEP, offload=offload)
-    return PlanQuery.from_model(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.from_model(model, sample, Job.of(step=STEP, offload=offload).change(gpu=resolve_device("h100-80gb")))
 
 
 def test_inputs_on_the_host_leave_the_prediction() -> None:
@@ -194,8 +191,7 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
         assert other["peak_bytes"] < own["peak_bytes"] and other["reserved_bytes"] >= other["peak_bytes"]
         assert other["step_seconds"] > own["step_seconds"]
     assert "cpu_offload=True" in there["call"]
-    small = _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")
-    assert not any(row["fits"] for row in small["rows"])
+    assert not any(row["fits"] for row in _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")["rows"])
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,7 @@ def llama_style() -> BlockProblem:
         block = LlamaStyle().bfloat16()
         x = torch.empty(1, S, D, dtype=torch.bfloat16, requires_grad=True)
         cos, sin = (torch.empty(1, 1, S, 128, dtype=torch.bfloat16) for _ in "cs")
-    traced = traced_block(block, x, cos, sin, shared=(cos, sin))
-    return BlockProblem(traced, resolve_device("h100-80gb"))
+    return BlockProblem(traced_block(block, x, cos, sin, shared=(cos, sin)), resolve_device("h100-80gb"))
 
 
 def _units(held: int) -> float:
@@ -84,8 +83,7 @@ def test_llama_style_block_optima(llama_style):
     points = solver.closure_every(solver.without_skips(llama_style.ops(by="flops")))
     same_flops = min((p for p in points if p.cost / forward <= 9.5 / 30 + 1e-9), key=lambda p: p.bytes)
     assert _units(same_flops.bytes) + 2 == pytest.approx(13.53, abs=0.005)
-    same_bytes = at_budget(points, int(13.54 * S * D))
-    assert same_bytes.cost / forward == pytest.approx(0.250)
+    assert at_budget(points, int(13.54 * S * D)).cost / forward == pytest.approx(0.250)
 
 
 def test_llama_style_block_roofline(llama_style):
@@ -153,9 +151,8 @@ def test_tensor_parallel_twin_divides_heads_and_ffn():
 
 
 def test_host_placement_is_chosen_where_the_link_is_free():
-    slow = resolve_device("h100-80gb")
     source = resolve_model("llama-tiny")
-    fast = dataclasses.replace(slow, host_link=1e18)
+    fast = dataclasses.replace(resolve_device("h100-80gb"), host_link=1e18)
     query = PlanQuery.from_model(
         source.build("meta"), source.sample_input(1, 64), Job.of(gpu=fast, search=PlanSearch(host=True))
     )

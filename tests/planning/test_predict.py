@@ -25,8 +25,6 @@ from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_se
 from tests.models.tiny import VOCAB, labelled
 from tests.planning.queries import Text, part_of
 
-pytest.importorskip("transformers")
-
 ONE: dict[str, Any] = {"gpu": "cpu", "precision": None, "budgets": ["60%"]}
 SMALL: dict[str, Any] = ONE | {"seq_len": 512}
 
@@ -249,8 +247,7 @@ def test_the_largest_multiple_is_found_with_few_probes(limit: int, step: int, fo
 
 
 def test_the_fewest_gpus_are_the_first_that_fit() -> None:
-    job = Job.of(tp=2)
-    counts = gpu_counts(job, per_node=8)
+    counts = gpu_counts(Job.of(tp=2), per_node=8)
     assert counts[:6] == [2, 4, 6, 8, 16, 24]
     for count in (2, 6, 8, 24, 4096):
         assert fewest(lambda n: 2**30 // n, counts, 2**30 // count) == count
@@ -262,8 +259,7 @@ def test_the_speed_of_one_device_is_what_all_make_by_their_number(report: PlanRe
     alone = report.tokens_per_second(report.best)
     assert alone is not None
     for axes in ({"tp": 2}, {"cp": 2}):
-        shared = replace(report, job=Job.of(world_size=2, **axes))
-        assert shared.tokens_per_second(report.best) == pytest.approx(alone / 2)
+        assert replace(report, job=Job.of(world_size=2, **axes)).tokens_per_second(report.best) == pytest.approx(alone / 2)
 
 
 def test_a_narrow_screen_has_fewer_columns_and_names_them(report: PlanReport) -> None:
@@ -343,8 +339,7 @@ BATCH = labelled(torch.zeros(2, 16, dtype=torch.long))
 
 
 def _report(job: Job) -> PlanReport:
-    model = Text()
-    query = PlanQuery.from_model(model, BATCH, job.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(Text(), BATCH, job.change(gpu=resolve_device("cpu")))
     return make_report(query, ["50%"], 1 << 40)
 
 

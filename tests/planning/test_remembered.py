@@ -129,14 +129,10 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 """A batch norm, how it is called within a layer."""
 
 
-def _activation(layer: Any, h: Tensor) -> Tensor:
-    return MODELS[layer.name](layer.norm, h)
-
-
 def _stack(name: str) -> nn.Sequential:
     norms = [nn.InstanceNorm1d(4, track_running_stats=True) if name == "Instance" else nn.BatchNorm1d(16) for _ in range(3)]
     shared = norms[:1] * 3 if name == "shared" else norms
-    inside = [Layer(_activation, norm=norm, name=name) for norm in shared]
+    inside = [Layer(lambda layer, h: MODELS[name](layer.norm, h), norm=norm) for norm in shared]
     return nn.Sequential(*(Block(8, norm=False, act=act) for act in inside))
 
 

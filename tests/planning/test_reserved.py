@@ -49,8 +49,6 @@ from tests.gpusim import on_device
 from tests.models.tiny import labelled, made
 from tests.planning.queries import Text, reserved
 
-pytest.importorskip("transformers")
-
 MIB = 1 << 20
 BF16 = Precision.of("bf16")
 SETUPS = {
@@ -105,9 +103,8 @@ def test_experts_in_a_unit_of_their_own():
 
 def test_a_step_of_one_layer_to_the_byte():
     """Without a layer's activations: a linear layer of 1024 x 1024 weights in float32, SGD, one row."""
-    model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
     query = PlanQuery.from_model(
-        model,
+        nn.Sequential(nn.Linear(1024, 1024, bias=False)),
         torch.zeros(1, 1024),
         Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]),
     )
@@ -328,21 +325,25 @@ def test_a_cpu_has_nothing_outside():
     assert (none.total, none.fraction, none.words()) == (0, None, "")
 
 
-def test_each_axis_has_a_communicator_and_all_ranks_have_one():
-    assert outside_of(job(4), NVLINK).parts["NCCL"] == 688 * MIB  # dp_shard is all ranks
-    assert outside_of(job(4, dp_replicate=2), NVLINK).parts["NCCL"] == (544 + 544 + 688) * MIB
-    assert outside_of(job(4, tp=2), NVLINK).parts["NCCL"] == (544 + 544 + 688) * MIB
-    assert outside_of(job(4, strategy="ddp"), NVLINK).parts["NCCL"] == 688 * MIB
-    assert outside_of(job(4, cp=2), NVLINK).parts["NCCL"] == (688 + 544) * MIB  # dp_shard and cp shard together
-    ring = outside_of(job(4, cp=4, tp=1), NVLINK).parts["NCCL"]
-    assert ring == (688 + 688) * MIB
-    assert outside_of(job(4, ep=2), NVLINK).parts["NCCL"] == (688 + 256 + 32 * 14 + 544) * MIB
+@pytest.mark.parametrize(
+    ("axes", "mib"),
+    [
+        ({}, 688),  # dp_shard is all ranks
+        ({"dp_replicate": 2}, 544 + 544 + 688),
+        ({"tp": 2}, 544 + 544 + 688),
+        ({"strategy": "ddp"}, 688),
+        ({"cp": 2}, 688 + 544),  # dp_shard and cp shard together
+        ({"cp": 4, "tp": 1}, 688 + 688),
+        ({"ep": 2}, 688 + 256 + 32 * 14 + 544),
+    ],
+)
+def test_each_axis_has_a_communicator_and_all_ranks_have_one(axes, mib):
+    assert outside_of(job(4, **axes), NVLINK).parts["NCCL"] == mib * MIB
 
 
 def test_the_share_that_leaves_room_is_rounded_down():
-    assert Outside({"CUDA context": 100}, 1000).fraction == 0.9
-    assert Outside({"CUDA context": 101}, 1000).fraction == 0.89
-    assert Outside({"CUDA context": 2000}, 1000).fraction == 0.0
+    for outside, fraction in ((100, 0.9), (101, 0.89), (2000, 0.0)):
+        assert Outside({"CUDA context": outside}, 1000).fraction == fraction
     assert Outside({"CUDA context": 512 * MIB, "NCCL": 0}, 1 << 34).words() == (
         "Of the GPU's 16.0 GiB, 512 MiB are outside of torch's allocator (CUDA context 512); "
         "torch.cuda.set_per_process_memory_fraction(0.96) leaves them room. By default 5 % stay free, because predictions "

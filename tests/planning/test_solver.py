@@ -160,7 +160,6 @@ def test_combine_is_brute_force(kinds):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("limit", [50, 5000])
 def test_numpy_sums_states_as_plain_python_does(symmetric, limit):
-    pytest.importorskip("numpy")
     draw = random.Random(limit)
 
     def states(count):
@@ -216,10 +215,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 def _query(name: str, **setup: Any) -> PlanQuery:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
-    ids = torch.zeros(1, LENGTH, dtype=torch.long)
     return PlanQuery.from_model(
         model,
-        {"input_ids": ids},
+        {"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)},
         Job.of(
             step=StepSpec(loss_fn=lambda out: out[0].float().sum()),
             precision=Precision("bf16"),

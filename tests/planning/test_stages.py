@@ -188,17 +188,16 @@ def both_scaled(layer: Any, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
     return -x - layer.small(x)
 
 
-def _layer(forward: Callable[..., Tensor]) -> nn.Module:
-    return Layer(forward, one=nn.Linear(WIDTH, WIDE), two=nn.Linear(WIDE, WIDTH), small=nn.Linear(WIDTH, WIDTH))
-
-
 def _part(forward: Callable[..., Tensor]) -> TracedPart:
     setup = Job.of(step=StepSpec(keeps_output=False))
     # Every layer makes a gradient of its input.
     start = Layer(lambda layer, x: x + layer.shift, shift=nn.Parameter(torch.zeros(WIDTH)))
-    model = Stack((_layer(forward) for _ in range(2)), start=start, head=mean_square)
-    query = PlanQuery.from_model(model, {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
-    return part_of(query)
+    layers = (
+        Layer(forward, one=nn.Linear(WIDTH, WIDE), two=nn.Linear(WIDE, WIDTH), small=nn.Linear(WIDTH, WIDTH))
+        for _ in range(2)
+    )
+    model = Stack(layers, start=start, head=mean_square)
+    return part_of(PlanQuery.from_model(model, {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu"))))
 
 
 def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:
@@ -288,8 +287,7 @@ def test_outputs_that_stay_are_counted() -> None:
     kinds = (RankSteps, partial(KeepsOutputs, (0, 1 << 20)))
     plain, kept = (replay(StepLogs(query, 1, choices, kind=kind), query.device) for kind in kinds)
     assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
-    plan = describe(query, choices, "full")
-    assert plan.reserved_bytes == max(_reserved(query, choices).values())
+    assert describe(query, choices, "full").reserved_bytes == max(_reserved(query, choices).values())
 
 
 def _reserved(query: PlanQuery, choices: Any) -> dict[int, int]:

@@ -21,8 +21,6 @@ from nemo_like.flags import FLAGS
 from nemo_like.planning.account import setting
 from tests.models.fit_models import llama
 
-pytest.importorskip("transformers")
-
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "reports.md"
 ROWS = re.findall(r"^\| .+\? \| `(.+)` \| `(predict\(.+\)|fit\(.+\))` \|$", PAGE.read_text(encoding="utf-8"), re.M)
 
@@ -107,5 +105,4 @@ def test_what_no_plan_is_made_of_experts_with_is_refused(
     words: str, said: str, program: Any
 ) -> None:
     """The judges are peft, which refuses the second weight of such a layer, and torch, which traces no routed rows."""
-    pytest.importorskip("peft")
     assert re.search(said, " ".join(program(f"plan --model mixtral-tiny --seq-len 64 {words}", 2).err.split()))

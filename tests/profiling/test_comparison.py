@@ -23,8 +23,6 @@ from tests.tools.benchmarks.public_numbers import (
     summary,
 )
 
-pytest.importorskip("transformers")
-pytest.importorskip("torchao.float8")
 
 def tiny(tokens: int, *modes: str, batch_size: int = 1) -> Comparison:
     source = resolve_model("llama-tiny")

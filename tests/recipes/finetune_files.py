@@ -23,9 +23,8 @@ def make_model(folder: Path, template: str = TEMPLATE, **config: Any) -> str:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<eos>", "<end>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=300, special_tokens=["<eos>", "<end>"], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(TEXT, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")

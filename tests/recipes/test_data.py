@@ -23,9 +23,6 @@ from nemo_like.recipes.data import (
 from nemo_like.recipes.loop import learning_rate
 from nemo_like.recipes.options import PretrainOptions
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-
 
 def _write(folder: Path, **files: bytes) -> Path:
     for name, content in files.items():

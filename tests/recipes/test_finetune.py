@@ -89,8 +89,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(files: dict[str, str], tmp_
     assert _run(files, tmp_path / "whole", f"{line} --steps 6 --resume=auto") == 0
     assert _run(files, tmp_path / "cut", f"{line} --steps 6") == 0
     for step in (4, 6):  # killed while the checkpoint of step 4 was being written
-        state = tmp_path / "cut" / f"checkpoint-{step}" / "trainer_state.json"
-        state.unlink()
+        (tmp_path / "cut" / f"checkpoint-{step}" / "trainer_state.json").unlink()
     assert _run(files, tmp_path / "cut", f"{line} --steps 6 --resume") == 0
     whole, cut = (_opened(files, tmp_path / name).state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
@@ -119,7 +118,6 @@ def test_of_messages_the_assistants_turns_count(files: dict[str, str], tmp_path:
 
 
 def test_weights_of_four_bits_train_adapters(files: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     for ac in ("none", "selective"):
         assert _run(files, tmp_path / ac, f"--qlora --ac {ac}") == 0
     none, selective = (_opened(files, tmp_path / ac).state_dict() for ac in ("none", "selective"))

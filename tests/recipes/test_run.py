@@ -125,8 +125,7 @@ def test_what_matters_most_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
-    progress = Progress(2000, CPU)
-    progress.step(10, 12.5, 3e-4, 123456.4, 0.4)
+    Progress(2000, CPU).step(10, 12.5, 3e-4, 123456.4, 0.4)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n")
     line = next(line.rstrip() for line in text.splitlines() if "loss" in line)
     assert len(line) <= columns and "…" not in line
@@ -188,7 +187,6 @@ def test_in_another_thread_none_is_caught_and_it_is_said(logs: pytest.LogCapture
 
 
 def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, ending: Any) -> None:
-    pytest.importorskip("yaml")
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: 'm: #1'\nseq-len: 64\ncpu_offload: false\nsync_save: false\ndata: null\nlr: 1e-4\nsteps: 9\n"

@@ -31,8 +31,6 @@ from tests.models.blocks import Operators
 from tests.models.families import hf
 from tests.models.tiny import llama, made
 
-pytest.importorskip("transformers")
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "use_cache": False, "attn_implementation": "eager",
@@ -48,8 +46,7 @@ def _counted(model: torch.nn.Module) -> int:
     """Forward and backward of two rows, by PyTorch; without the product of positions and frequencies."""
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, TOKENS, dtype=torch.int64)).logits.sum().backward()
-    found = counter.get_flop_counts()
-    rotary = sum(sum(ops.values()) for name, ops in found.items() if name.endswith("rotary_emb"))
+    rotary = sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
     return counter.get_total_flops() - rotary
 
 

@@ -188,8 +188,7 @@ def test_an_unsafe_read_is_seen(source: str):
 
 
 def test_no_file_of_a_user_is_read_in_a_way_that_runs_code():
-    package = Path(nemo_like.__file__).parent
-    reads = {path: unsafe_reads(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    reads = {path: unsafe_reads(path.read_text(encoding="utf-8")) for path in Path(nemo_like.__file__).parent.rglob("*.py")}
     found = {path.name: [call.split(": ")[1] for call in calls] for path, calls in reads.items() if calls}
     # The second refuses every name (tests/explaining/test_snapshot.py).
     assert found == {name: ["import pickle"] for name in (CHECKED, "snapshot.py")}

@@ -156,10 +156,9 @@ def test_accelerate(tmp_path: Path) -> None:
 
 def test_axolotl(tmp_path: Path) -> None:
     settings = _read(tmp_path, AXOLOTL)
-    four_bits = "load_in_4bit = True (no plan is made of weights in 4 bits)"
     assert settings.framework == "axolotl" and {*settings.not_understood} == {
         "lora_target_modules = ['q_proj']",
-        four_bits,
+        "load_in_4bit = True (no plan is made of weights in 4 bits)",
     }
     model = dict(model="llama3-8b", lora=16, loss="chunked", optimizer="adamw-fused")
     batch = dict(batch_size=2, seq_len=2048, grad_accum=4)
@@ -234,8 +233,7 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_torchtitan_read_back_has_the_same_values(name: str, tmp_path: Path) -> None:
     job, path = JOBS[name], tmp_path / "out.toml"
-    left = write_settings(path, job, model="llama3-8b", seq_len=1024, batch_size=2, dtype="fp32")
-    assert left == ()
+    assert write_settings(path, job, model="llama3-8b", seq_len=1024, batch_size=2, dtype="fp32") == ()
     settings = read_settings(path)
     values = settings.values
     assert settings.not_understood == ()
@@ -270,8 +268,7 @@ def test_accelerate_read_back_has_the_same_values(tmp_path: Path) -> None:
 
 def test_what_a_format_does_not_have_is_named(tmp_path: Path) -> None:
     job = Job.of(ac="40GiB", world_size=2, loss="chunked", precision="bf16")
-    left = write_settings(tmp_path / "a.yaml", job, ac="40GiB", seq_len=64, lora=8)
-    assert left == (
+    assert write_settings(tmp_path / "a.yaml", job, ac="40GiB", seq_len=64, lora=8) == (
         "ac = 40GiB (written as full, which needs least)",
         "loss = chunked",
         "reduce_dtype = fp32",
@@ -324,34 +321,35 @@ MODEL = {
 }
 
 
-def test_plan_reads_and_writes(tmp_path: Path, program: Any) -> None:
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize(
+    ("line", "written", "printed", "said", "expected"),
+    [
+        (
+            "plan --model {folder}/config.json --gpu cpu --no-what-if --budget 50% --batch-size 2", "o.toml",
+            "2 x 32 tokens",
+            (
+                "of torchtitan: --batch-size 1 --seq-len 32", "No option here: --ac none Planning",
+                "{folder}/o.toml does not have: model = {folder}/config.json",
+            ),
+            {"batch_size": 2, "seq_len": 32, "ac": "none"},
+        ),
+        (
+            "fit --model llama-tiny --gpu cpu --loss model --no-cpu-offload --offload none", "o.yaml",
+            "sequences of 32 tokens", ("of torchtitan: --micro-batch 1", "does not have: ", "seq_len = 32"),
+            {"ac": "none", "world_size": 1, "tp": 1},
+        ),
+    ],
+    ids=["plan", "fit"],
+)  # fmt: skip
+def test_a_command_reads_and_writes(
+    line: str, written: str, printed: str, said: tuple[str, ...], expected: dict[str, Any], tmp_path: Path, program: Any
+) -> None:
     (tmp_path / "t.toml").write_text(TINY)
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(MODEL))
-    words = ["--from", str(tmp_path / "t.toml"), "--to", str(tmp_path / "o.toml"), "--batch-size", "2"]
-    out, err = (
-        " ".join(text.split())
-        for text in program(["plan", "--model", str(model), "--gpu", "cpu", "--no-what-if", "--budget", "50%", *words])
-    )
-    assert "2 x 32 tokens" in out
-    assert "of torchtitan: --batch-size 1 --seq-len 32" in err and "No option here: --ac none Planning" in err
-    assert f"{tmp_path / 'o.toml'} does not have: model = {model}" in err
-    values = read_settings(tmp_path / "o.toml").values
-    assert (values["batch_size"], values["seq_len"], values["ac"]) == (2, 32, "none")
-
-
-def test_fit_reads_and_writes(tmp_path: Path, program: Any) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "t.toml").write_text(TINY)
-    words = ["--from", str(tmp_path / "t.toml"), "--to", str(tmp_path / "o.yaml"), "--offload", "none"]
-    out, err = (
-        " ".join(text.split())
-        for text in program(
-            ["fit", "--model", "llama-tiny", "--gpu", "cpu", "--loss", "model", "--no-cpu-offload", *words]
-        )
-    )
-    assert "sequences of 32 tokens" in out and "of torchtitan: --micro-batch 1" in err
-    assert "does not have: " in err and "seq_len = 32" in err
-    values = read_settings(tmp_path / "o.yaml").values
-    assert (values["ac"], values["world_size"], values["tp"]) == ("none", 1, 1)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    ran = program(f"{line} --from {{folder}}/t.toml --to {{folder}}/{written}".format(folder=tmp_path))
+    out, err = (" ".join(text.split()) for text in ran)
+    assert printed in out
+    for text in said:
+        assert text.format(folder=tmp_path) in err
+    values = read_settings(tmp_path / written).values
+    assert {name: values[name] for name in expected} == expected

@@ -49,8 +49,7 @@ def test_arguments_that_a_person_wrote(tmp_path: Path) -> None:
     assert settings.not_understood == ("load_in_4bit = True", "deepspeed = zero3.json")
     batch = dict(batch_size=2, grad_accum=4, sync="last", seq_len=2048, lora=16)
     step = dict(optimizer="adamw-8bit", precision="bf16", reduce_dtype="bf16", compile="inductor", ac="full")
-    sharding = dict(strategy="fsdp2", reshard_after_forward="no", cpu_offload=True)
-    assert _values(settings) == batch | step | sharding
+    assert _values(settings) == batch | step | dict(strategy="fsdp2", reshard_after_forward="no", cpu_offload=True)
 
 
 @pytest.mark.parametrize(
@@ -95,37 +94,35 @@ def test_single_arguments(
 ) -> None:
     settings = _read(tmp_path, **tree)
     usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32")
-    expected = {name: value for name, value in (usual | values).items() if value is not None}
-    assert _values(settings) == expected
+    assert _values(settings) == {name: value for name, value in (usual | values).items() if value is not None}
     assert {*settings.not_understood} == {*unknown}
 
 
-def test_a_dump_of_transformers_has_no_unknown_defaults(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    args = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+@pytest.mark.parametrize(
+    ("library", "kind", "asked", "values"),
+    [
+        ("transformers", "TrainingArguments", {}, {"ac": "none"}),
+        (
+            "transformers",
+            "TrainingArguments",
+            {
+                "fsdp": True,
+                "fsdp_config": {"reshard_after_forward": False, "cpu_offload": True, "activation_checkpointing": True},
+            },
+            {"ac": "full", "strategy": "fsdp2", "reshard_after_forward": "no", "cpu_offload": True},
+        ),
+        ("trl", "SFTConfig", {"bf16": False}, {"ac": "full", "seq_len": 1024}),
+    ],
+    ids=["transformers", "sharded", "TRL"],
+)
+def test_a_dump_has_no_unknown_defaults(
+    library: str, kind: str, asked: dict[str, Any], values: dict[str, Any], tmp_path: Path
+) -> None:
+    args = getattr(pytest.importorskip(library), kind)(output_dir=str(tmp_path / "out"), use_cpu=True, **asked)
     settings = _read(tmp_path, **json.loads(args.to_json_string()))
     assert settings.not_understood == ()
-    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32", ac="none")
-    assert _values(settings) == usual
-
-
-def test_a_dump_of_sharded_arguments(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = {"reshard_after_forward": False, "cpu_offload": True, "activation_checkpointing": True}
-    args = transformers.TrainingArguments(str(tmp_path / "out"), use_cpu=True, fsdp=True, fsdp_config=config)
-    settings = _read(tmp_path, **json.loads(args.to_json_string()))
-    assert settings.not_understood == ()
-    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32", ac="full")
-    assert _values(settings) == usual | dict(strategy="fsdp2", reshard_after_forward="no", cpu_offload=True)
-
-
-def test_a_dump_of_trl_has_no_unknown_defaults(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
-    settings = _read(tmp_path, **json.loads(args.to_json_string()))
-    assert settings.not_understood == ()
-    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32", seq_len=1024, ac="full")
-    assert _values(settings) == usual
+    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32")
+    assert _values(settings) == usual | values
 
 
 @pytest.mark.parametrize(
@@ -211,8 +208,7 @@ def test_one_gpu_is_not_sharded(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == plain | {"gradient_accumulation_steps": 1, "torch_compile": True}
     assert write_settings(path, Job.of(ac="none", strategy=FSDP2(cpu_offload=True))) == ()
     config = {"version": 2, "reshard_after_forward": True, "cpu_offload": True}
-    sharded = {"gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": config}
-    assert json.loads(path.read_text()) == plain | sharded
+    assert json.loads(path.read_text()) == plain | {"gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": config}
 
 
 def test_a_job_as_python() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like._util.module_tree import bare_name
 from tests.checks import backward, gradients_of
+from tests.models.blocks import in_turn
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
 from tests.models.tied_decoder import Attention, TiedDecoder
 
@@ -65,9 +66,7 @@ class Rotated(NanoGPT):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.embed(idx) * (1 + torch.linspace(0, 1, 64)[: idx.shape[1], None])
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)), None
+        return self.head(self.norm(in_turn(self.blocks, x))), None
 
 
 _CHOOSING: dict[str, Any] = {

@@ -17,6 +17,7 @@ from nemo_like.distributed.expert.split_experts import find_experts
 from nemo_like.options import ExpertParallel, PipelineParallel, TensorParallel
 from nemo_like.planning.planner import plan_for
 from tests.checks import assert_near, on_meta, refused_unchanged, same, step
+from tests.models.blocks import Layer
 from tests_distributed.expert.whole_gradients import assert_trains
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -83,33 +84,29 @@ class Scaled(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm, self.router, self.pool = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COUNT), kind()
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = self.norm(x).flatten(0, 1)
-        probabilities = self.router(flat).softmax(-1)
-        if isinstance(self.pool, Every):
-            rows = flat.repeat(COUNT, 1) * probabilities.T.reshape(-1, 1)
-            return x + self.pool(rows).view(COUNT, *x.shape).sum(0)
-        weights, chosen = probabilities.topk(2)
-        return x + self.pool(flat, chosen, weights).view_as(x)
+def _routed(block: Any, x: Tensor) -> Tensor:
+    flat = block.norm(x).flatten(0, 1)
+    probabilities = block.router(flat).softmax(-1)
+    if isinstance(block.pool, Every):
+        rows = flat.repeat(COUNT, 1) * probabilities.T.reshape(-1, 1)
+        return x + block.pool(rows).view(COUNT, *x.shape).sum(0)
+    weights, chosen = probabilities.topk(2)
+    return x + block.pool(flat, chosen, weights).view_as(x)
 
 
-class Model(SmallModel):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__(lambda: Block(kind))
+def _model(kind: type[nn.Module]) -> SmallModel:
+    return SmallModel(
+        lambda: Layer(_routed, norm=nn.LayerNorm(WIDTH), router=nn.Linear(WIDTH, COUNT), pool=kind())
+    )
 
 
 def test_found_by_structure_or_by_name() -> None:
     for kind, call in ((Routed, "routed"), (Every, "every")):
-        model = Model(kind)
+        model = _model(kind)
         for found in (find_experts(model), find_experts(model, {"layers.*.pool": call})):
             assert [(e.fqn, e.count, e.call) for e in found] == [(f"layers.{i}.pool", COUNT, call) for i in (0, 1)]
             assert found[0].parameters == ("first", "second", "bias")
-    found = find_experts(Model(Scaled), PLAN)
+    found = find_experts(_model(Scaled), PLAN)
     assert [each.parameters for each in found] == [("gate_up_proj", "down_proj")] * 2, "an expert's own alone"
 
 
@@ -121,7 +118,7 @@ def test_experts_of_a_plain_model(rank: int, ranks: int) -> None:
     for kind, call in ((Routed, "routed"), (Every, "every")):
         plan = ExpertParallel(2, plan={"layers.*.pool": call})
         ways = [{"ac": ac, "ep": ep} for ac in ("none", "full", "selective") for ep in (2, plan)]
-        assert_trains(partial(Model, kind), step(Model(kind), ids), {"ids": ids[rank : rank + 1]}, *ways)
+        assert_trains(partial(_model, kind), step(_model(kind), ids), {"ids": ids[rank : rank + 1]}, *ways)
 
 
 LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
@@ -134,12 +131,12 @@ def _trained(rank: int, world_size: int) -> None:
     for options in LAYOUTS[world_size]:
         tp = options.get("tp", 1)
         ids = tokens(world_size // tp)
-        wanted = step(Model(Scaled), ids)
+        wanted = step(_model(Scaled), ids)
         given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
         if tp > 1:
             given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
         ways = [{"ac": ac, **given} for ac in ("none", "full", "selective")]
-        model = assert_trains(partial(Model, Scaled), wanted, {"ids": ids[rank // tp : rank // tp + 1]}, *ways)
+        model = assert_trains(partial(_model, Scaled), wanted, {"ids": ids[rank // tp : rank // tp + 1]}, *ways)
         norm = clip_grad_norm_(model, 1e9)
         whole = torch.stack([grad.norm() for name, grad in wanted.items() if name != "loss"]).norm()
         assert abs(norm - whole) <= 1e-5 * whole, options
@@ -151,15 +148,14 @@ def _trained(rank: int, world_size: int) -> None:
 
 def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
     _trained(rank, world_size)
-    model = parallelize(Model(Scaled), ep=ExpertParallel(2, plan=PLAN), device="cpu")
+    model = parallelize(_model(Scaled), ep=ExpertParallel(2, plan=PLAN), device="cpu")
     dcp.save(get_model_state(model), checkpoint_id=folder)
 
 
 def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
     _trained(rank, world_size)
-    bare = Model(Scaled).state_dict()
-    empty = on_meta(Model, Scaled)
-    model = parallelize(empty, ac="full", ep=ExpertParallel(4, plan=PLAN), device="cpu")
+    bare = _model(Scaled).state_dict()
+    model = parallelize(on_meta(_model, Scaled), ac="full", ep=ExpertParallel(4, plan=PLAN), device="cpu")
     materialize(model, state_dict={name: value + 1 for name, value in bare.items()})
     state = get_model_state(model)
     dcp.load(state, checkpoint_id=folder)

@@ -63,8 +63,7 @@ def test_under_autocast_one_product_computes_all_experts(rank: int, world_size: 
 
 def test_float32_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     experts = build("mixtral").model.layers[0].mlp.experts
-    one = Experts("mlp.experts", experts, 4, "routed")
-    split = SplitExperts(one, ranks=1, group="", rank=0, tp=None, adapters=())
+    split = SplitExperts(Experts("mlp.experts", experts, 4, "routed"), ranks=1, group="", rank=0, tp=None, adapters=())
     with fake_tensor_types()[1]():
         rows = torch.empty(3, 4, device="cuda")
     assert [split.computes_in(rows), split.computes_in(rows)] == [torch.float32] * 2
@@ -154,8 +153,7 @@ def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...] = MOD
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
     wanted = step(_adapted(name), input_ids=ids, labels=ids)
     assert sum(".experts." in key for key in wanted) == 2 * 2 * 2  # layers, weights, factors
-    ways = [{"ac": mode, "ep": 2} for mode in modes]
-    model: Any = assert_trains(partial(_adapted, name), wanted, mine, *ways)
+    model: Any = assert_trains(partial(_adapted, name), wanted, mine, *[{"ac": mode, "ep": 2} for mode in modes])
     with model.disable_adapter():
         with torch.no_grad():
             found = model(**mine).loss
@@ -167,7 +165,6 @@ def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...] = MOD
 @pytest.mark.parametrize("modes", [("full", "50%"), MODES])
 @pytest.mark.parametrize(("name", "ranks"), [("mixtral", 2), ("gpt_oss", 2), ("llama4", 2), ("mixtral", 4)])
 def test_adapters_on_the_weights_of_experts(name: str, ranks: int, modes: tuple[str, ...]) -> None:
-    pytest.importorskip("peft")
     run_ranks(ranks, _trained, name, modes, timeout=120)
 
 
@@ -177,7 +174,6 @@ def _beside_tp(rank: int, world_size: int) -> None:
 
 
 def test_beside_tensor_parallelism_they_are_refused() -> None:
-    pytest.importorskip("peft")
     run_ranks(2, _beside_tp)
 
 

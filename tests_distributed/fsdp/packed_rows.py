@@ -39,10 +39,10 @@ def one_by_one(model: nn.Module, shifts: bool) -> tuple[float, dict[str, Tensor]
     documents = [part[None] for row in (0, 1) for part in _ids(row).split([n for n in LENGTHS[row] if n])]
     documents.pop(3)  # the padding
     counted = sum(part.shape[1] - shifts for part in documents)
-    total = 0.0
-    for part in documents:
-        total += backward(model(input_ids=part, labels=part).loss * (part.shape[1] - shifts) / counted).item()
-    return total, gradients(model)
+    losses = [
+        backward(model(input_ids=part, labels=part).loss * (part.shape[1] - shifts) / counted).item() for part in documents
+    ]
+    return sum(losses), gradients(model)
 
 
 def wrong_forms(name: str, cp: Any, modes: tuple[str, ...]) -> list[str]:
@@ -69,8 +69,7 @@ def packed_pictures(whole: nn.Module, inputs: dict[str, Any], form: str) -> dict
     find: Any = getattr(whole.model, "get_rope_index", None)
     if find is None:
         return inputs | one | ({"position_ids": counted.reshape(1, -1)} if form == "positions" else numbers)
-    pictures = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
-    streams, _ = find(inputs["input_ids"], **pictures)
+    streams, _ = find(inputs["input_ids"], **{name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")})
     if form == "positions":
         return inputs | one | {"position_ids": torch.cat([counted, streams]).reshape(4, 1, -1)}
     return inputs | one | numbers | {"position_ids": streams.reshape(3, 1, -1)}

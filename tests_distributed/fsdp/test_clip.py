@@ -73,8 +73,7 @@ def test_mixed_meshes(rank: int, world_size: int) -> None:
     plain.grad = whole_gradients[5].clone()
     without = nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh["dp_shard"], (Shard(0),)))
     expected = torch.stack(whole_gradients).norm()
-    norm = clip_grad_norm_([*params, plain, without], 1.0)
-    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(clip_grad_norm_([*params, plain, without], 1.0), expected)
     for param, gradient in zip([*params, plain], whole_gradients):
         torch.testing.assert_close(whole(param.grad), gradient / (expected + 1e-6))
 

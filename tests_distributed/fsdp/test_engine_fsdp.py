@@ -25,7 +25,7 @@ from nemo_like.activation_checkpointing.legacy import CheckpointWrapper
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, TorchPolicy
 from nemo_like.activation_checkpointing.spec import segments_of
 from tests.checks import assert_bitwise, gradients_of, same, seeded
-from tests.models.blocks import DroppingBlock, LlamaBlock, Stack, checkpoint_region
+from tests.models.blocks import DroppingBlock, Layer, LlamaBlock, Stack, checkpoint_region
 from tests_distributed.counting import CountOps
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -33,30 +33,25 @@ POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy(), "kept": Select
 WIDTH, LAYERS = 32, 3
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+def _mlp() -> nn.Module:
+    return Layer(
+        lambda mlp, x, scale=1.0: mlp.down(torch.nn.functional.gelu(mlp.up(x))) * scale,
+        up=nn.Linear(WIDTH, 2 * WIDTH, bias=False),
+        down=nn.Linear(2 * WIDTH, WIDTH, bias=False),
+    )
 
-    def forward(self, x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x))) * scale
 
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.mlp, self.norm = LlamaBlock(WIDTH), Mlp(), nn.RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.block(x)
-        return x + self.mlp(self.norm(x), torch.full((1,), 0.5))  # float32, which a unit of its own casts
+def _block_and_mlp(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layer.block(x)
+    return x + layer.mlp(layer.norm(x), torch.full((1,), 0.5))  # float32, which a unit of its own casts
 
 
 def _stack(policy: Policy | None, where: str, prefetch: bool, half: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
-    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    layers = (Layer(_block_and_mlp, block=LlamaBlock(WIDTH), mlp=_mlp(), norm=nn.RMSNorm(WIDTH)) for _ in range(LAYERS))
+    model = nn.Sequential(*layers)
     for index, layer in enumerate(model):
         if where in ("nested", "inside"):
             fully_shard(layer.mlp, mesh=mesh, mp_policy=precision)
@@ -117,7 +112,7 @@ def test_tensor_parallel_layers_in_a_region(rank: int, world_size: int) -> None:
     def run(policy: Policy | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (world_size,))
-        mlp = parallelize_module(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mlp = parallelize_module(_mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         model = nn.Sequential(mlp if policy is None else CheckpointWrapper(mlp, policy=policy), nn.Tanh())
         x = torch.randn(4, WIDTH).requires_grad_()
         (model(x) ** 2).sum().backward()
@@ -252,14 +247,9 @@ class _Summed(torch.autograd.Function):
         return grad
 
 
-class SummingLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts: Tensor = self.first(x).view(-1, 3, 8).sum(1)
-        return self.second(_Summed.apply(parts)).sigmoid()  # type: ignore[no-untyped-call]
+def _summing(layer: Any, x: Tensor) -> Tensor:
+    parts: Tensor = layer.first(x).view(-1, 3, 8).sum(1)
+    return layer.second(_Summed.apply(parts)).sigmoid()  # type: ignore[no-untyped-call]
 
 
 @on_ranks(2)
@@ -267,7 +257,7 @@ def test_what_is_kept_is_what_was_there_before_the_sum(rank: int, world_size: in
     found = []
     for save_ops in (None, ["aten.sum.dim_IntList"]):
         torch.manual_seed(0)
-        model = nn.Sequential(*(SummingLayer() for _ in range(2)))
+        model = nn.Sequential(*(Layer(_summing, first=nn.Linear(8, 24), second=nn.Linear(8, 8)) for _ in range(2)))
         if save_ops is not None:
             model = apply_activation_checkpointing(model, SelectivePolicy(None, save_ops=save_ops), layers=list(model))
         torch.manual_seed(rank)

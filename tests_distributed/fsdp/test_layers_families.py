@@ -116,13 +116,10 @@ def test_a_rank_without_an_image_with_a_trainable_projector(
 @on_ranks(2)
 def test_adapters_and_k_bit_weights_are_sharded_right(rank: int, world_size: int, what: str, mode: str) -> None:
     family = FAMILIES["llama"]
-
-    def build() -> nn.Module:
-        return k_bit(family.build()) if what == "k_bit" else with_lora(family.build(), ["q_proj", "v_proj"])
-
-    reference = build()
+    adapted = k_bit if what == "k_bit" else lambda model: with_lora(model, ["q_proj", "v_proj"])
+    reference = adapted(family.build())
     family.step(reference).backward()
-    model = parallelize(build(), ac=mode)
+    model = parallelize(adapted(family.build()), ac=mode)
     family.step(model).backward()
     if what == "k_bit":  # uint8 weights cannot be sharded: every rank holds them whole
         packed = [p for n, p in model.named_parameters() if "mlp" in n and n.endswith("weight")]

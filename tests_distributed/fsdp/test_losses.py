@@ -15,7 +15,7 @@ from nemo_like import parallelize
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
-from tests.checks import assert_near, backward, gradients_of, labelled, whole
+from tests.checks import assert_near, backward, gradients_of, labelled, seeded, whole
 from tests.models.decoders import batch, build
 from tests_distributed.counting import CountCollectives, heard
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -133,8 +133,7 @@ class _SequenceCut(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         self.mesh, self.embed, self.head = mesh, nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
-        style = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        parallelize_module(self.head, mesh, style)
+        parallelize_module(self.head, mesh, ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
 
     def forward(self, ids, labels):
         hidden = DTensor.from_local(self.embed(ids), self.mesh, [Replicate()]).redistribute(placements=[Shard(1)])
@@ -158,11 +157,9 @@ def test_hidden_states_in_parts_take_whole_logits():
 @on_ranks(2)
 def test_a_vocabulary_over_two_ranks(rank, world_size):
     """A vocabulary over both ranks, cut unevenly: 7 columns, 4 and 3."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    whole, hidden, labels = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
+    whole, hidden, labels = seeded(nn.Linear, 6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
     labels[4] = -100
-    cut = _cut_heads(mesh, whole)
+    cut = _cut_heads(init_device_mesh("cpu", (2,)), whole)
     found = []
     for head in (whole, cut):
         with CountCollectives() as counted:
@@ -176,8 +173,7 @@ def test_a_vocabulary_over_two_ranks(rank, world_size):
 
 def _own_unit(rank, world_size, output_dtype):
     """A head in a unit of its own, used outside of any model: its parameters are gathered around all chunks."""
-    torch.manual_seed(0)
-    head, hidden, labels = nn.Linear(6, 40), torch.randn(9, 6, requires_grad=True), torch.arange(9)
+    head, hidden, labels = seeded(nn.Linear, 6, 40), torch.randn(9, 6, requires_grad=True), torch.arange(9)
     expected = [chunked_cross_entropy(hidden, head, labels), chunked_log_probs(hidden, head, labels).square().sum()]
     grads = torch.autograd.grad(sum(expected), [hidden, *head.parameters()])
     fully_shard(head, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype))
@@ -187,8 +183,7 @@ def _own_unit(rank, world_size, output_dtype):
         assert torch.equal(loss, loss.float()) and log_probs.dtype == torch.float32
         torch.testing.assert_close(torch.stack([loss, log_probs.square().sum()]), torch.stack(expected))
         (loss + log_probs.square().sum()).backward()
-    found = [hidden.grad, *gradients_of(head).values()]
-    torch.testing.assert_close(found, list(grads), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([hidden.grad, *gradients_of(head).values()], list(grads), rtol=1e-5, atol=1e-6)
     assert head(hidden).dtype == (output_dtype or torch.float32)
     return counted.gathers, counted.counts["_reduce_scatter_base_"]
 

@@ -27,8 +27,7 @@ def _steps(ac: str, compile: bool | str, rank: int, dropout: bool) -> list[torch
     for seed in range(2):
         model.zero_grad()
         torch.manual_seed(seed)
-        loss = backward(loss_of(model, batch(2, seed=rank)))
-        losses.append(loss.detach())
+        losses.append(backward(loss_of(model, batch(2, seed=rank))))
     return [p.grad.to_local().clone() for p in model.parameters()] + losses
 
 

@@ -59,8 +59,7 @@ def _fsdp_step(
     apply_activation_checkpointing(model, ac)
     layers = [layer.module for layer in find_layers(model)]
     watching = Watching(model)
-    config = OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE)
-    offloader = apply_offloading(model, layers, config, backend=watching)
+    offloader = apply_offloading(model, layers, OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=watching)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     shard_layers(model, layers, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     torch.manual_seed(7 + rank)
@@ -137,8 +136,7 @@ def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str
     offloader = apply_offloading(model, layers, OffloadConfig(mode=mode, **ANY_SIZE), backend=watching)
     replicated = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(7 + rank)
-    ids = torch.randint(decoders.VOCAB, (2, 12))
-    decoders.loss_of(replicated, ids).backward()
+    decoders.loss_of(replicated, torch.randint(decoders.VOCAB, (2, 12))).backward()
     return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
 
 
@@ -175,9 +173,8 @@ def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
         )
         parallelize_module(model[0], mesh, to_shards)
-    backend = Backend()
     offloader = apply_offloading(
-        model, list(model), OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=backend
+        model, list(model), OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=Backend()
     )
     torch.manual_seed(1)
     out = model(torch.randn(2, 8, 16))
@@ -201,9 +198,8 @@ def test_tensor_parallel_gradients_are_bitwise(rank: int, world: int, mode: str,
 
 @on_ranks(2)
 def test_dtensors_come_back_as_dtensors(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
-    x = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]).requires_grad_()
+    x = distribute_tensor(torch.randn(8, 6), init_device_mesh("cpu", (world,)), [Shard(0)]).requires_grad_()
 
     def function() -> torch.Tensor:
         y = x * 2

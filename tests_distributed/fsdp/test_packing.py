@@ -170,8 +170,7 @@ def padded_on_the_left(first: int) -> dict[str, Tensor]:
     inputs = batch("llama")
     mask = torch.ones_like(inputs["input_ids"])
     mask[0, :4] = 0
-    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, first)
-    return inputs | {"attention_mask": mask, "position_ids": positions}
+    return inputs | {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, first)}
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -287,8 +286,7 @@ def _by_lengths(
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_without_masks_are_given_lengths(form: str) -> None:
     """Two rows at once, of which transformers' flash attention would tell documents apart by lengths alone."""
-    utils = pytest.importorskip("transformers.modeling_utils")
-    utils.AttentionInterface.register("flash_of_a_test", _by_lengths)
+    pytest.importorskip("transformers.modeling_utils").AttentionInterface.register("flash_of_a_test", _by_lengths)
     whole: Any = build("llama")
     expected = one_by_one(copy.deepcopy(whole), shifts=True)
     whole.config._attn_implementation_internal = "flash_of_a_test"
@@ -312,8 +310,7 @@ def test_every_language_model_keeps_documents_apart_or_refuses(part: int) -> Non
     ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
     names = [name for name in dir(transformers) if name.endswith(ends)]
     names = [name for name in names if hasattr(getattr(transformers, name), "config_class") and name not in OTHERS]
-    wrong = {name: found for name in names[part::PARTS] if (found := _wrong_documents(name))}
-    assert wrong == {}
+    assert {name: found for name in names[part::PARTS] if (found := _wrong_documents(name))} == {}
 
 
 def _wrong_documents(name: str) -> list[str]:
@@ -327,7 +324,7 @@ def _wrong_documents(name: str) -> list[str]:
                 alone = [model(input_ids=ids, labels=ids) for ids in documents]
                 placed = [
                     model(input_ids=ids, labels=ids, position_ids=torch.arange(ids.shape[1])[None])
-                    if _takes_positions(model)
+                    if "position_ids" in inspect.signature(model.forward).parameters
                     else out
                     for ids, out in zip(documents, alone)
                 ]
@@ -362,5 +359,4 @@ def _wrong_documents(name: str) -> list[str]:
     return wrong
 
 
-def _takes_positions(model: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+

@@ -91,9 +91,7 @@ def assert_equal(
 
 def both(build: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
     """The original model, and the parallelized one with the same weights."""
-    original = seeded(build)
-    torch.manual_seed(0)
-    return original, parallelize(build(), **options)
+    return seeded(build), parallelize(seeded(build), **options)
 
 
 def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0, **options: Any) -> None:

@@ -1,5 +1,6 @@
 """Ranks that run other layers under FSDP2 raise on all ranks, with the first layer that differs; none mixes weights."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from tests.models.blocks import Stack
 from tests.models.tiny import Block
 from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests_distributed.spawn import on_ranks, refused_on_ranks, run_ranks
 
 
 class Skipping(nn.Module):
@@ -67,9 +68,8 @@ SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the sam
     ],
 )  # fmt: skip
 def test_skipped_layers(ac: str, alike: int, mode: str, of_ranks: Any, differing: str) -> None:
-    errors = run_ranks(2, _steps, ac, alike, mode, of_ranks, return_exceptions=True)
-    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
-    assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors), errors
+    words = re.escape(f"Ranks run different layers: next is {differing}. {SKIPS}")
+    refused_on_ranks(2, _steps, ac, alike, mode, of_ranks, error=RuntimeError, match=words)
 
 
 def _later_in_backward(rank: int, world: int) -> None:
@@ -98,8 +98,8 @@ def _one_mode_on_each_rank(rank: int, world: int) -> None:
 
 
 def test_an_evaluation_on_one_rank_alone_is_refused() -> None:
-    errors = run_ranks(2, _one_mode_on_each_rank, return_exceptions=True)
-    assert all("a forward in evaluation mode without gradients on rank 0" in str(error) for error in errors)
+    words = "a forward in evaluation mode without gradients on rank 0"
+    refused_on_ranks(2, _one_mode_on_each_rank, error=RuntimeError, match=words)
 
 
 @on_ranks(2)
@@ -148,37 +148,29 @@ def _layers() -> tuple[nn.Module, torch.Tensor]:
     return parallelize(Stack([Block(8), Block(8)]), "fsdp2", "none", device="cpu"), torch.rand(2, 8)
 
 
-def _skips(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
-    loss = model(x).square().mean()
-    if not alone:
-        loss.backward()
+ALONE: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | None]] = {
+    "skips": lambda model, x, loss: None,
+    "runs one more": lambda model, x, loss: loss + model(x).mean(),
+    "detaches": lambda model, x, loss: loss.detach().requires_grad_(),
+}
+"""What one rank makes of a step's loss."""
 
 
-def _runs_one_more(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
-    loss = model(x).square().mean()
-    (loss + model(x).mean() if alone else loss).backward()
-
-
-def _detaches(model: nn.Module, x: torch.Tensor, alone: bool) -> None:
-    loss = model(x).square().mean()
-    (loss.detach().requires_grad_() if alone else loss).backward()
-
-
-def _left_out(rank: int, world: int, step: Callable[[nn.Module, torch.Tensor, bool], None], at: int) -> None:
+def _left_out(rank: int, world: int, how: str, at: int) -> None:
     model, x = _layers()
     for number in range(at + 2):
-        step(model, x, rank == 1 and number == at)
+        loss = model(x).square().mean()
+        if rank == 1 and number == at:
+            loss = ALONE[how](model, x, loss)
+        if loss is not None:
+            loss.backward()
 
 
 @pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("step", [_skips, _runs_one_more, _detaches])
-def test_a_backward_that_one_rank_leaves_out_is_named_on_both(
-    step: Callable[[nn.Module, torch.Tensor, bool], None], at: int
-) -> None:
-    errors = run_ranks(2, _left_out, step, at, return_exceptions=True)
-    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
-    wanted = "next is the backward of layers.1 on rank 0 and a forward in training mode with gradients on rank 1"
-    assert all(wanted in str(error) and "left a backward out" in str(error) for error in errors), errors
+@pytest.mark.parametrize("how", ALONE)
+def test_a_backward_that_one_rank_leaves_out_is_named_on_both(how: str, at: int) -> None:
+    words = "next is the backward of layers.1 on rank 0 and a forward in training mode with gradients on rank 1"
+    refused_on_ranks(2, _left_out, how, at, error=RuntimeError, match=rf"(?s){re.escape(words)}.*left a backward out")
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import FSDP2, MemoryBudget
 from tests.checks import assert_bitwise, assert_near, backward, gradients_of, mean_over_ranks, seeded
+from tests.models.blocks import in_turn
 from tests_distributed.spawn import on_ranks
 
 DIM, VOCAB, EXPERTS = 16, 32, 4
@@ -56,9 +57,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tower(self.embed(ids))
-        for layer in self.layers:
-            x = layer(x)
+        x = in_turn(self.layers, self.tower(self.embed(ids)))
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
 
 
@@ -117,12 +116,10 @@ def test_what_the_caller_sharded_stays_and_trains_as_on_one_rank(
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for step in range(2):
         model.zero_grad()
-        loss = backward(model(ids.chunk(2)[rank]))
-        torch.testing.assert_close(mean_over_ranks(loss), expected_loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(mean_over_ranks(backward(model(ids.chunk(2)[rank]))), expected_loss, rtol=1e-5, atol=0)
         assert_near(gradients_of(model), gradients_of(reference), where=(which, mode, step))
     norm = clip_grad_norm_(model, 1e9)
-    whole = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
-    torch.testing.assert_close(norm, whole, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9), rtol=1e-5, atol=0)
     model.eval()
     with torch.no_grad():
         model(ids.chunk(2)[rank])
@@ -154,8 +151,7 @@ def test_what_cannot_be_done_with_them_is_refused_before_any_change(rank: int, w
     model = _built()
     _experts(model)
     assert "layers.0.experts" in message(model, strategy="ddp") and "strategy='fsdp2'" in message(model, strategy="ddp")
-    asked = MemoryBudget(fraction=0.5)
-    assert "layers.0.experts" in message(model, ac=asked, sample_input={"ids": _ids()})
+    assert "layers.0.experts" in message(model, ac=MemoryBudget(fraction=0.5), sample_input={"ids": _ids()})
     parallelize(model, FSDP2(), "sequential", sample_input={"ids": _ids()}, device="cpu")
     assert "already" in message(model)
 

@@ -102,21 +102,15 @@ def test_a_tied_weight_is_stepped_once_and_one_without_a_gradient_not_at_all() -
 WIDTH, LAYERS = 64, 3
 
 
-class _Wide(Stack):
+def _wide() -> nn.Module:
     """Layers whose weights are nearly all that there is."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().sum()
+    return Stack((nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), head=lambda x: x.square().sum())
 
 
 def _run(optimizer: str, in_backward: bool, **asked: Any) -> DryRun:
     step = StepSpec(optimizer=optimizer, in_backward=in_backward)
-    model = on_meta(_Wide)
     return dry_run(
-        model, Job.of(ac="none", gpu="h100-80gb", step=step, layers="layers.*", **asked), torch.zeros(1, WIDTH)
+        on_meta(_wide), Job.of(ac="none", gpu="h100-80gb", step=step, layers="layers.*", **asked), torch.zeros(1, WIDTH)
     )
 
 
@@ -150,7 +144,7 @@ def test_gradients_are_freed_one_by_one() -> None:
 
 
 def test_a_compiled_layer_has_the_temporaries_of_an_update_too() -> None:
-    model = on_meta(_Wide)
+    model = on_meta(_wide)
     size, parts = 4 * WIDTH * WIDTH, []
     for compile in (None, "aot_eager"):
         job = Job.of("single", ac="none", compile=compile, gpu="h100-80gb", layers="layers.*",

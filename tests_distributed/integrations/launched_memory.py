@@ -29,8 +29,7 @@ def trainer_of(kind: str, folder: Path, **options: Any) -> Any:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
     AcceleratorState._reset_state()
-    lengths = [length * 6 for length in LENGTHS]
-    trainer = made_trainer(kind, folder, lengths, wide, rename, max_grad_norm=0.5, **options)
+    trainer = made_trainer(kind, folder, [length * 6 for length in LENGTHS], wide, rename, max_grad_norm=0.5, **options)
     assert trainer.accelerator.is_fsdp2
     return trainer
 

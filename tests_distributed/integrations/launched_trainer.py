@@ -82,8 +82,7 @@ def run(folder: Path, mine: dict[str, Any] | None, arguments: dict[str, Any], mo
 
 def main(folder: Path) -> None:
     """Run each job of `jobs.json`; an error's text is its result."""
-    jobs = json.loads((folder / "jobs.json").read_text(encoding="utf-8"))
-    for name, job in jobs.items():
+    for name, job in json.loads((folder / "jobs.json").read_text(encoding="utf-8")).items():
         try:
             defaults = dict(mine=None, arguments={}, model="llama", resume=None)
             result = run(folder / job.pop("output", name), **(defaults | job))

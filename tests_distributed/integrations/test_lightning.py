@@ -81,8 +81,7 @@ def _fabric(rank: int, world_size: int, folder: str, settings: dict[str, Any] | 
         assert losses[4:] == again
         for name, value in _whole(model).items():
             assert torch.equal(value, after[name]), name
-    units = sorted({name for name, module in model.module.named_modules() if isinstance(module, FSDPModule)})
-    return losses, after, units
+    return losses, after, sorted({name for name, module in model.module.named_modules() if isinstance(module, FSDPModule)})
 
 
 def _same(found: Any, expected: Any) -> None:

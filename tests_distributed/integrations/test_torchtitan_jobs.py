@@ -52,8 +52,7 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     losses = []
     for step in range(3):
-        generator = torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
-        ids = torch.randint(2048, (2, 32), generator=generator)
+        ids = torch.randint(2048, (2, 32), generator=torch.Generator().manual_seed(2 * step + torch.distributed.get_rank()))
         loss = backward(torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()))
         losses += [loss.item(), clip_grad_norm_(list(model.parameters()), 1.0).item()]
         update(optimizer)
@@ -72,8 +71,7 @@ def test_its_debug_model_trains_to_the_same_weights(rank: int, world_size: int, 
     assert losses[-2] < losses[0]
     ids = {"tokens": torch.zeros(2, 32, dtype=torch.long)}
     modes = ("full", "selective") if compiled else (*MODES, "50%")
-    asked = [activation_checkpoint(mode, sample_input=ids) for mode in modes]
-    for ac in asked:
+    for ac in [activation_checkpoint(mode, sample_input=ids) for mode in modes]:
         torch._dynamo.reset()
         counters.clear()
         found, actual, regions = _trained(ac, compiled)

@@ -22,7 +22,6 @@ from tests.models.decoders import batch, build, loss_of
 from tests_distributed.spawn import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate", reason="the trainer and its launcher need it")
 
 JOB = Path(__file__).with_name("launched_trainer.py")
 CONFIG = """\
@@ -55,8 +54,7 @@ def start(*words: str, how: Any = subprocess.Popen, **more: Any) -> Any:
     """Start ``python -m`` with these words, on CPUs alone."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *words]
-    return how(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more)
+    return how([sys.executable, "-m", *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more)
 
 
 def run(*words: str) -> None:

@@ -8,9 +8,6 @@ import pytest
 
 from tests_distributed.integrations.test_trainer_fsdp import accelerate_launch, run
 
-pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
-pytest.importorskip("peft", reason="the extra 'hosts' is not installed")
-
 JOB = Path(__file__).with_name("launched_memory.py")
 
 

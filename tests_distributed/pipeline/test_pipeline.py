@@ -122,8 +122,7 @@ def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str) -> 
     microbatches = 2 * world_size if schedule == "dualpipev" else MICROBATCHES
     loss = _reference(model, batch, microbatches)
     options = PipelineParallel(world_size, schedule, microbatches, loss_mean="tokens" if name == "nanogpt" else None)
-    sample = {key: value[:2] for key, value in batch.items()}
-    pipeline = parallelize(_build(name), ac=ac, pp=options, sample_input=sample)
+    pipeline = parallelize(_build(name), ac=ac, pp=options, sample_input={key: value[:2] for key, value in batch.items()})
     layers = sum(len(stage.slice.layers) for stage in pipeline.stages)
     calls = _forwards(pipeline)
     for _ in range(2):  # the second step knows what the first one learned
@@ -147,8 +146,7 @@ SPLIT = {"interleaved_zero_bubble": [2.5, 3.0], "zbv": [2.5, 3.0], "dualpipev": 
     "schedule", sorted(SCHEDULES, key=lambda name: name not in ("gpipe", "interleaved_zero_bubble"))
 )
 def test_every_schedule_recomputes_each_layer_and_gives_the_same_bits(schedule: str) -> None:
-    forwards = run_ranks(2, _schedule, schedule, "llama", "full")
-    assert forwards == SPLIT.get(schedule, [2.0, 2.0])
+    assert run_ranks(2, _schedule, schedule, "llama", "full") == SPLIT.get(schedule, [2.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -231,8 +229,7 @@ def test_chunked_loss_in_the_last_stage(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_what_cannot_be_cut_is_refused_and_left_unchanged(rank: int, world_size: int) -> None:
-    batch = _batch()
-    sample = {key: value[:2] for key, value in batch.items()}
+    sample = {key: value[:2] for key, value in _batch().items()}
 
     def refused(model: nn.Module, message: str, **options: Any) -> None:
         with refused_unchanged(model, message, (ValueError, TypeError)):
@@ -302,8 +299,7 @@ def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int) ->
 
 
 def _saved(rank: int, world_size: int, folder: str) -> None:
-    pipeline = _staged(_build("llama-tied"), _batch(), "zbv", ac="full")
-    dcp.save({"model": pipeline.module.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": _staged(_build("llama-tied"), _batch(), "zbv", ac="full").module.state_dict()}, checkpoint_id=folder)
 
 
 def _loaded(rank: int, world_size: int, folder: str) -> None:
@@ -350,13 +346,10 @@ def test_a_model_from_the_meta_device_reads_its_stages_from_safetensors(
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @on_ranks(2, timeout=120)
 def test_adapters(rank: int, world_size: int, compile: bool) -> None:
-    def build() -> nn.Module:
-        return with_lora(_build("llama"), ["q_proj", "up_proj"])
-
+    model, staged = (with_lora(_build("llama"), ["q_proj", "up_proj"]) for _ in range(2))
     batch = _batch()
-    model = build()
     loss = _reference(model, batch)
-    pipeline = _staged(build(), batch, ac="full", compile="aot_eager" if compile else False)
+    pipeline = _staged(staged, batch, ac="full", compile="aot_eager" if compile else False)
     _check_step(pipeline, batch, loss, model, exact=False, where="adapters")
 
 
@@ -373,8 +366,7 @@ def test_stages_in_which_nothing_is_trained(rank: int, world_size: int) -> None:
     model, batch = build(), _batch()
     loss = _reference(model, batch)
     for schedule, ac in (("1f1b", "full"), ("zbv", "none")):
-        pipeline = _staged(build(), batch, schedule, ac=ac)
-        _check_step(pipeline, batch, loss, model, exact=True, where=schedule)
+        _check_step(_staged(build(), batch, schedule, ac=ac), batch, loss, model, exact=True, where=schedule)
 
 
 @on_ranks(2)
@@ -384,8 +376,7 @@ def test_packed_documents(rank: int, world_size: int) -> None:
     apart = parallelize(_build("llama"), strategy="single", ac="none")
     count = int(batch["labels"][:, [*range(1, 7), *range(8, 12)]].ne(-100).sum())  # none at a document's first token
     loss = backward(apart(**batch, num_items_in_batch=count).loss)
-    pipeline = _staged(model, batch, ac="full")
-    _check_step(pipeline, batch, loss.detach(), apart, exact=False, where="packed")
+    _check_step(_staged(model, batch, ac="full"), batch, loss.detach(), apart, exact=False, where="packed")
 
 
 @pytest.mark.few(1)

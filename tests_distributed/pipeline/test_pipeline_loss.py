@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.options import ChunkedLoss, PipelineParallel
-from tests.checks import seeded
+from tests.checks import loss_of, seeded
+from tests.models.blocks import in_turn
 from tests.models.families import DIM, VOCAB, Block, hf
 from tests.models.tiny import llama
 from tests_distributed.context.cut_models import without_dropout
@@ -35,9 +36,7 @@ class Decoder(nn.Module):
         return self.head
 
     def forward(self, input_ids: Tensor, **batch: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
+        x = in_turn(self.blocks, self.embed(input_ids))
         return self.loss(self.head(self.norm(x)), batch)
 
 
@@ -58,10 +57,6 @@ def _by_hand(logits: Tensor, batch: Batch) -> Tensor:
 def _masked(logits: Tensor, batch: Batch) -> Tensor:
     losses = _ce(logits, batch["input_ids_again"], reduction="none").view_as(batch["loss_mask"])
     return (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-
-
-def _weighted(logits: Tensor, batch: Batch) -> Tensor:
-    return _next(logits, batch, weight=_CLASSES, label_smoothing=0.1)
 
 
 Said = str | Callable[[Any], Any]
@@ -93,7 +88,9 @@ RIGHT: dict[str, tuple[Said, Callable[[Tensor, Batch], Tensor]]] = {
         lambda batch: (batch["padded"] != 0).sum(),
         lambda logits, batch: _ce(logits, batch["padded"], ignore_index=0),
     ),
-    "class weights and smoothing": (_of_classes, _weighted),
+    "class weights and smoothing": (
+        _of_classes, lambda logits, batch: _next(logits, batch, weight=_CLASSES, label_smoothing=0.1)
+    ),
     "a sum of squares": ("sum", lambda logits, batch: 0.01 * logits.square().sum()),
     "nll": (
         "tokens",
@@ -146,8 +143,7 @@ def _batch(counts: bool, seed: int = 3) -> dict[str, Tensor]:
 
 def _differences(pipeline: Any, whole: nn.Module, batch: Mapping[str, Any], where: str) -> list[str]:
     """A step of both; the whole model's in one call. What is off by more than sums in another order are."""
-    output = whole(**batch)
-    loss = output if isinstance(output, Tensor) else output.loss
+    loss = loss_of(whole(**batch))
     whole.zero_grad()
     loss.backward()
     pipeline.zero_grad()
@@ -361,10 +357,8 @@ def test_losses_of_hugging_face_models(rank: int, world_size: int, names: tuple[
     off = []
     for name in names:
         build, asked = HUGGING_FACE[name]
-        whole = without_dropout(seeded(build).float().train())
-        staged = without_dropout(seeded(build).float().train())
-        plain = name == "torch's encoder"
-        said = "tokens" if plain else "rows" if "start_positions" in asked else None
+        whole, staged = (without_dropout(seeded(build).float().train()) for _ in range(2))
+        said = "tokens" if name == "torch's encoder" else "rows" if "start_positions" in asked else None
         pipeline = _pipeline(staged, _words(asked, False), said)
         off += _differences(pipeline, whole, _words(asked, False), name)
         if name == "answers":  # without a number that does not count, no batch shows that its mean is none of rows
@@ -386,9 +380,8 @@ def test_the_number_of_items_is_the_callers(rank: int, world_size: int) -> None:
     """What a loss is divided by, as the caller says it: in a model that heeds it; one that does not is refused."""
     off = []
     for build in (_llama, HUGGING_FACE["BERT, masked"][0]):
-        whole = without_dropout(seeded(build).float().train())
-        torch.manual_seed(0)
-        pipeline = _pipeline(without_dropout(build().float().train()), _words((), True))
+        whole, staged = (without_dropout(seeded(build).float().train()) for _ in range(2))
+        pipeline = _pipeline(staged, _words((), True))
         off += _differences(pipeline, whole, _words((), True), type(whole).__name__)
         for number in (17, torch.tensor(29)):
             more = _words((), True) | {"num_items_in_batch": number}
@@ -498,8 +491,7 @@ class _Counting(Decoder):
 
 @on_ranks(2)
 def test_asking_the_last_stage_leaves_no_trace_in_it(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    pipeline = _pipeline(without_dropout(_Counting().train()), _batch(True), "tokens")
+    pipeline = _pipeline(without_dropout(seeded(_Counting).train()), _batch(True), "tokens")
     module, drawn = pipeline.stages[0].module, torch.get_rng_state()
 
     def counts() -> list[int]:

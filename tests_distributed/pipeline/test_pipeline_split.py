@@ -103,8 +103,7 @@ def _reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     count = int(batch["labels"].ne(-100).sum())
     total = torch.zeros(())
     for ids, labels in zip(batch["input_ids"].chunk(MICROBATCHES), batch["labels"].chunk(MICROBATCHES)):
-        loss = backward(model(ids, labels) * (int(labels.ne(-100).sum()) / count))
-        total += loss.detach()
+        total += backward(model(ids, labels) * (int(labels.ne(-100).sum()) / count))
     return total
 
 
@@ -141,8 +140,7 @@ def test_stages_of_a_function_give_the_bits_of_one_process(
         model, batch = _build(tied), _batch()
         loss = _reference(model, batch)
         pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
-        sample = {key: value[:2] for key, value in batch.items()}
-        pipeline = parallelize(_build(tied), ac=ac, pp=pp, sample_input=sample)
+        pipeline = parallelize(_build(tied), ac=ac, pp=pp, sample_input={key: value[:2] for key, value in batch.items()})
         for _ in range(2):
             pipeline.zero_grad()
             torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=where)
@@ -153,8 +151,7 @@ def test_stages_of_a_function_give_the_bits_of_one_process(
             torch.testing.assert_close(clip_grad_norm_(whole_or_stage, math.inf), norm, rtol=1e-5, atol=0, msg=where)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
-        whole = pipeline.full_state_dict()
-        assert whole.keys() == (model.state_dict().keys() if rank == 0 else set()), where
+        assert pipeline.full_state_dict().keys() == (model.state_dict().keys() if rank == 0 else set()), where
         pipeline.zero_grad()
         short = _batch(7)  # other shapes are sent
         model.zero_grad()
@@ -168,8 +165,7 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
     empty = on_meta(lambda: without_dropout(SkipDecoder().train()))
     batch = _batch()
     pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
-    sample = {key: value[:2] for key, value in batch.items()}
-    pipeline = parallelize(empty, ac="full", pp=pp, sample_input=sample)
+    pipeline = parallelize(empty, ac="full", pp=pp, sample_input={key: value[:2] for key, value in batch.items()})
     pipeline.materialize(state_dict=whole.state_dict())
     loss = _reference(whole, batch)
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
@@ -182,15 +178,13 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
 
 def test_stages_of_a_function_are_saved_under_the_names_of_the_whole_model(tmp_path: Path) -> None:
     run_ranks(2, _saved, str(tmp_path))
-    resumed = SkipDecoder()
-    state = {"model": resumed.state_dict()}
+    state = {"model": SkipDecoder().state_dict()}
     dcp.load(state, checkpoint_id=tmp_path)
     assert_bitwise(state["model"], torch.load(tmp_path / "trained.pt"))
 
 
 def _refusals(rank: int, world_size: int) -> None:
-    batch = _batch()
-    sample = {key: value[:2] for key, value in batch.items()}
+    sample = {key: value[:2] for key, value in _batch().items()}
 
     def refused(function: Any, message: str, **options: Any) -> None:
         model = _build()
@@ -222,22 +216,20 @@ def _refusals(rank: int, world_size: int) -> None:
             tree.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(model.blocks)})
             tree.middle = model.middle
 
-    refused(lambda model, stage, stages: None, "split returned None for stage 0 of 2; it must be an nn.Module")
-    refused(
-        renamed, r"'blocks.0.norm1.weight' of stage 1 is the model's 'blocks.2.norm1.weight': keep that name"
-    )
-    refused(lambda *given: copy.deepcopy(split(*given)), "of stage 0 is none of the model's")
-    refused(without_middle, "no stage has 'middle.weight'")
-    refused(
-        computing(0, lambda input_ids: input_ids),
-        "stage 0 returns torch.int64. A stage sends one floating-point tensor",
-    )
-    refused(
-        computing(0, lambda tokens: tokens),
-        "forward takes tokens, and a micro-batch has input_ids, labels",
-    )
-    refused(computing(1, lambda x, first: x), "without a loss")
-    refused(changed(headless), "stage 1 has none of the model's layers")
+    for wrong, words in (
+        (lambda model, stage, stages: None, "split returned None for stage 0 of 2; it must be an nn.Module"),
+        (renamed, r"'blocks.0.norm1.weight' of stage 1 is the model's 'blocks.2.norm1.weight': keep that name"),
+        (lambda *given: copy.deepcopy(split(*given)), "of stage 0 is none of the model's"),
+        (without_middle, "no stage has 'middle.weight'"),
+        (
+            computing(0, lambda input_ids: input_ids),
+            "stage 0 returns torch.int64. A stage sends one floating-point tensor",
+        ),
+        (computing(0, lambda tokens: tokens), "forward takes tokens, and a micro-batch has input_ids, labels"),
+        (computing(1, lambda x, first: x), "without a loss"),
+        (changed(headless), "stage 1 has none of the model's layers"),
+    ):
+        refused(wrong, words)
     four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))
     refused(None, r"'norm.weight' is in stages 0, 1, 2, 3. A parameter is one stage's", pp=four)
     refused(split, "ac is 1.00GiB with split=, whose stages are the caller's own: no plan is made", ac="1GiB")

@@ -27,6 +27,7 @@ from nemo_like.options import (
 from nemo_like.planning import plan_for
 from nemo_like.planning.memory_model.storage_ledger import StepMoment
 from tests.models.adapted import with_lora
+from tests.models.blocks import in_turn
 from tests.models.families import FAMILIES
 from tests.models.tiny import VOCAB, Decoder
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
@@ -232,8 +233,7 @@ def test_the_planner_predicts_what_a_dry_run_finds(
 def _deep(family: str, layers: int) -> Any:
     """A config of a tiny model with so many layers."""
     config = build(family).config
-    extra = {"num_hidden_layers": layers, "layer_types": None}
-    return type(config)(**{**config.to_dict(), **extra})
+    return type(config)(**{**config.to_dict(), **{"num_hidden_layers": layers, "layer_types": None}})
 
 
 @pytest.mark.long
@@ -273,10 +273,8 @@ def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFi
             self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
             real = sum(any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
-            return torch.cat([x] * real**2)
+            return torch.cat([in_turn(self.layers, x)] * real**2)
 
     forget_announcements()
     job, sample = Job.of(ac="none", world_size=2), torch.zeros(64, 8)
@@ -358,8 +356,7 @@ def test_what_is_no_model_or_no_job_is_refused() -> None:
 
 def test_parts_that_wait_for_backward_are_copied_before_they_are_gathered() -> None:
     """Into one buffer, as shards are that a gather casts: 26,212 bytes were planned too few."""
-    strategy = FSDP2(reshard_after_forward=2)
     asked: dict[str, Any] = {"ac": "none", "precision": "bf16", "cp": ContextParallel(2, "ulysses"), "gpu": "cpu"}
     batch = {name: ids[:, :64] for name, ids in _batch(1).items()}
-    found = dry_run(build("llama"), Job.of(world_size=6, strategy=strategy, **asked), batch)
+    found = dry_run(build("llama"), Job.of(world_size=6, strategy=FSDP2(reshard_after_forward=2), **asked), batch)
     assert "backward" in found.at and found.against == found.peak_bytes

@@ -7,8 +7,6 @@ import pytest
 
 from tests_distributed.planning.dry_run_cells import MOST, Cell, cells, covering, run
 
-pytest.importorskip("transformers")
-
 OFF: dict[str, str] = {
     "mixtral-256-tp-pp-none-zbv-first stage-chunked-zero": "-1,296,960 bytes, -7.33%: experts cut by tp, backward in parts",
     "afmoe-16-tp-selective-sequence parallel-sync every-drop output-bf16-chunked": "no plan: its rotary table is not cut",

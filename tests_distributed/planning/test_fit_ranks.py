@@ -20,8 +20,6 @@ from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.counting import heard
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("transformers")
-
 
 def _run(rank, world_size, limit, pins):
     best = fit(llama(), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, **pins).best

@@ -75,10 +75,9 @@ def test_a_budget_beside_tp(
         measured = step_peak_bytes(model, optimizer, one)
         said = [0]  # by the first rank, for all
         if rank == 0:
-            by_budget = "%" in ac
             said = [
                 plan_of(query, MemoryBudget.parse(ac)).peak_bytes
-                if by_budget
+                if ("%" in ac)
                 else peak_of(query, query.uniform(ac)).total
             ]
         torch.distributed.broadcast_object_list(said)
@@ -98,13 +97,11 @@ def test_actions_are_those_of_torch() -> None:
     # 1F1B's and GPipe's tables are ours; torch prints its own since 2.13, beside what it runs.
     rank = actions_of(PipelineParallel(4, microbatches=6))[1]
     assert " ".join(map(str, rank)) == "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5"
-    first = actions_of(PipelineParallel(2, schedule="gpipe", microbatches=2))[0]
-    assert " ".join(map(str, first)) == "0F0 0F1 0B0 0B1"
+    assert " ".join(map(str, actions_of(PipelineParallel(2, schedule="gpipe", microbatches=2))[0])) == "0F0 0F1 0B0 0B1"
 
 
 def test_early_stages_of_1f1b_keep_less_of_each_microbatch(tmp_path: Path) -> None:
-    pp = PipelineParallel(3, microbatches=6)
-    query = _query(pp)
+    query = _query(PipelineParallel(3, microbatches=6))
     assert [query.most_in_flight(index) for index in range(3)] == [3, 2, 1]
     plan = plan_of(query, MemoryBudget.parse("6MiB"), "6MiB")
     held = {layer.fqn: layer.held_bytes for layer in plan.layers}
@@ -129,8 +126,7 @@ def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
 
     def first_half() -> None:
         out = layer(hidden, **given) if policy is None else run_region(layer, (hidden,), given, policy=policy)
-        grads = [torch.ones_like(out)]
-        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters()))
+        rest.append(backward_of_inputs([out], [torch.ones_like(out)], [hidden], layer.parameters()))
 
     for _ in range(2):  # the first one learns what the layer draws and writes
         first_half()

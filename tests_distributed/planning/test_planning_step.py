@@ -13,7 +13,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from tests.checks import update
+from tests.checks import seeded, update
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import on_ranks
 
@@ -180,8 +180,7 @@ def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dtype):
     """Gradients and states are then of the parameters' dtype; whole logits of an evaluation take no more than a step's."""
-    torch.manual_seed(0)
-    model, ids = _model(3).to(dtype), torch.randint(VOCAB, (4, 64))
+    model, ids = seeded(_model, 3).to(dtype), torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
     query = PlanQuery.from_model(model, batch, Job.of(gpu=resolve_device("cpu")))
     predicted = peak_of(query, query.uniform("full")).total

@@ -14,9 +14,6 @@ from tests.recipes.finetune_files import make_model, questions, write_lines
 from tests_distributed.integrations.test_trainer_fsdp import accelerate_launch, run, start
 from tests_distributed.recipes.pretrain_job import ranks_of, wait_for
 
-pytest.importorskip("trl", reason="the extra 'finetune' is not installed")
-pytest.importorskip("peft")
-
 FSDP2 = Path(__file__).with_name("launched_finetune.py")
 STEPS = "--steps 6 --save-every 2 --keep 9 --batch-size 2 --log-every 1 --device cpu --precision float32"
 

@@ -43,9 +43,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "plain.json").write_text(json.dumps(LLAMA))
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)
-    line = "--seq-len 16 --global-batch 8 --steps 8 --log-every 3 --eval-samples 6 --eval-every 4"
-    line += f" --warmup-steps 2 --data {folder / 'text.txt'} --model {folder / 'config.json'} --device cpu"
-    return line.split()
+    line = "--seq-len 16 --global-batch 8 --steps 8 --log-every 3 --eval-samples 6 --eval-every 4 --warmup-steps 2"
+    return f"{line} --data {folder / 'text.txt'} --model {folder / 'config.json'} --device cpu".split()
 
 
 def _plain(base: list[str]) -> list[str]:
@@ -53,16 +52,15 @@ def _plain(base: list[str]) -> list[str]:
     return [word.replace("config.json", "plain.json") for word in base]
 
 
-def plain_model() -> nn.Module:
+def plain_model(dropout: float = 0.0) -> nn.Module:
     """No config, no transformers: logits straight from a stack of blocks."""
-    stack = nn.Sequential(*(Block(24) for _ in range(3)))
+    stack = nn.Sequential(*(Block(24, dropout=dropout) for _ in range(3)))
     return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
 
 
 def dropout_model() -> nn.Module:
     """The same with dropout."""
-    stack = nn.Sequential(*(nn.Sequential(Block(24), nn.Dropout(0.1)) for _ in range(3)))
-    return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
+    return plain_model(0.1)
 
 
 def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -110,8 +108,7 @@ def test_two_ranks_train_other_models_as_one_does(base: list[str], tmp_path: Pat
     own = [*arguments, "--model", "tests_distributed.recipes.test_pretrain:plain_model", "--ac", "full"]
     _assert_close(run_job(2, own, tmp_path / "found"), run_job(1, own, tmp_path / "single"))
     arguments += ["--init", "sharded"]
-    single = run_job(1, arguments, tmp_path / "single")
-    _assert_close(run_job(2, [*arguments, "--cpu-offload"], tmp_path / "found"), single)
+    _assert_close(run_job(2, [*arguments, "--cpu-offload"], tmp_path / "found"), run_job(1, arguments, tmp_path / "single"))
 
 
 @pytest.mark.long
@@ -146,8 +143,7 @@ def test_resume_is_bitwise_on_the_same_ranks(base: list[str], tmp_path: Path):
 def test_resume_is_correct_on_other_ranks(base: list[str], tmp_path: Path):
     whole = tmp_path / "plain"
     plain = run_job(2, [*_plain(base), *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
-    on_four = run_job(4, [*_plain(base), *_keep_up_to(2, whole, tmp_path / "two")], tmp_path / "resumed")
-    _assert_close(on_four, plain)
+    _assert_close(run_job(4, [*_plain(base), *_keep_up_to(2, whole, tmp_path / "two")], tmp_path / "resumed"), plain)
     whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
     on_one = run_job(1, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "six")], tmp_path / "resumed")
     assert on_one["first_step"] == 6
@@ -256,8 +252,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
         "have other names or shapes": {"checkpoint_dir": run, "resume": "must", "model": str(tmp_path / "wide.json")},
         "step-00000002 cannot be read": {"checkpoint_dir": str(broken), "resume": "must"},
     }
-    one_rank = {"data": [text, nowhere]}
-    found = run_ranks(2, _errors, [good | case for case in (*cases.values(), one_rank)])
+    found = run_ranks(2, _errors, [good | case for case in (*cases.values(), {"data": [text, nowhere]})])
     for on_rank in found:
         for message, error in zip(cases, on_rank, strict=False):
             assert message in error
@@ -303,8 +298,7 @@ def _main_interrupted(rank: int, world_size: int, arguments: list[str], folder: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_a_plain_process_saves_and_ends(base: list[str], tmp_path: Path, number: int):
     arguments = [*base, "--steps", "9999", *SAVED, "--checkpoint-dir", str(tmp_path)]
-    codes = run_ranks(1, _main_interrupted, arguments, str(tmp_path), int(number), init_group=False)
-    assert codes == [128 + number]
+    assert run_ranks(1, _main_interrupted, arguments, str(tmp_path), int(number), init_group=False) == [128 + number]
     assert 2 <= _newest(tmp_path) < 9999
 
 
@@ -383,8 +377,7 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(staged
     ],
 )
 def test_what_a_pipeline_cannot_have(staged: list[str], line: str, message: str, tmp_path: Path) -> None:
-    codes = run_ranks(2, _refused, [*staged, "--steps", "1", *line.split()], str(tmp_path), init_group=False)
-    assert codes == [2, 2]
+    assert run_ranks(2, _refused, [*staged, "--steps", "1", *line.split()], str(tmp_path), init_group=False) == [2, 2]
     assert message in (tmp_path / "said-0").read_text()
 
 

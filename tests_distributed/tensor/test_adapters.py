@@ -92,21 +92,20 @@ def test_dropout_in_front_of_whole_factors_is_that_of_one_process(sequence_paral
 def test_other_models(rank: int, world_size: int, sequence_parallel: bool) -> None:
     """A head that shares its weight, norms of heads, two adapters, and a model that PEFT has changed without wrapping it."""
 
-    def tied_head() -> nn.Module:
-        return adapted("qwen3", target_modules=["q_proj", "o_proj", "lm_head"])
-
     def two() -> nn.Module:
         model: Any = adapted()
         model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **LARGE))
         model.base_model.set_adapter(["default", "other"])
         return model
 
-    def without_wrapping() -> nn.Module:
-        return peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=list(TARGETS), **LARGE), build("llama"))
-
-    for made in (tied_head, two, without_wrapping):
+    config = peft.LoraConfig(r=4, target_modules=list(TARGETS), **LARGE)
+    for name, made in {
+        "tied head": lambda: adapted("qwen3", target_modules=["q_proj", "o_proj", "lm_head"]),
+        "two": two,
+        "without wrapping": lambda: peft.inject_adapter_in_model(config, build("llama")),
+    }.items():
         model = cut(made(), sequence_parallel=sequence_parallel)
-        assert_same_step(step_of(model), step_of(made()), made.__name__)
+        assert_same_step(step_of(model), step_of(made()), name)
         assert whole_parts_differ(model) == []
 
 

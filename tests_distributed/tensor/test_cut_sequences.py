@@ -66,8 +66,7 @@ def _close(found: dict[str, Tensor], wanted: dict[str, Tensor], where: object = 
 def test_every_set_of_styles(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> None:
     wanted, plain = _step(_build(name)), dict[str, Tensor]()
     for ac in modes:
-        tp = TensorParallel(2, sequence_parallel=True)
-        found = _step(parallelize(_build(name), ac=ac, tp=tp, device="cpu"))
+        found = _step(parallelize(_build(name), ac=ac, tp=TensorParallel(2, sequence_parallel=True), device="cpu"))
         plain = plain or found
         assert found.keys() == wanted.keys()
         assert_bitwise(found, plain, ac)
@@ -88,14 +87,13 @@ def test_beside_expert_parallelism(rank: int, world_size: int, name: str) -> Non
 
 @on_ranks(2)
 def test_what_is_refused_changes_nothing(rank: int, world_size: int) -> None:
-    plan = {"model.layers.*.mlp.up_proj": ColwiseParallel()}
     for model, tp, message in (
         (expert_families.build("gpt_oss"), TensorParallel(2, sequence_parallel=True), "cuts nothing in the layer"),
         # Its layers are given four streams, so that what is cut would not be the sequence.
         (build_tiny("Gemma3nForCausalLM"), TensorParallel(2, sequence_parallel=True), "leave sequence_parallel off"),
         (
             decoders.build("llama"),
-            TensorParallel(2, plan, True),
+            TensorParallel(2, {"model.layers.*.mlp.up_proj": ColwiseParallel()}, True),
             "has the style 'ColwiseParallel'.*Name one of colwise",
         ),
     ):

@@ -1,5 +1,7 @@
 """An embedding that is cut by rows: each rank makes the gradient of its own, and of no other."""
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,13 +25,8 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3.0
 
 
-class Model(nn.Module):
-    def __init__(self, kind: type[nn.Embedding] = nn.Embedding, **options: object) -> None:
-        super().__init__()
-        self.embed = seeded(kind, ROWS, WIDTH, **options)  # type: ignore[arg-type]
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed(ids)
+def _model(kind: type[nn.Embedding] = nn.Embedding, **options: object) -> nn.Module:
+    return nn.Sequential(OrderedDict(embed=seeded(kind, ROWS, WIDTH, **options)))
 
 
 OPTIONS = (
@@ -51,7 +48,7 @@ def test_rows_and_their_gradients_are_those_of_torch(rank: int, world_size: int)
     mesh, found = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), []
     weights = torch.randn(*TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
     for options in OPTIONS:
-        by_torch, ours = Model(**options), Model(**options)
+        by_torch, ours = _model(**options), _model(**options)
         parallelize_module(by_torch.embed, mesh, RowwiseParallel(input_layouts=Replicate()))
         apply_tensor_parallel(ours, mesh, {"embed": "embedding_rowwise"})
         outs = [model(_ids()) for model in (by_torch, ours)]
@@ -70,7 +67,7 @@ def test_rows_and_their_gradients_are_those_of_torch(rank: int, world_size: int)
 @on_ranks(2)
 def test_a_backward_takes_a_rank_s_rows_alone(rank: int, world_size: int) -> None:
     """Half of the table, a row, and the places of the tokens; torch's would take the whole table."""
-    mesh, model = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), Model()
+    mesh, model = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), _model()
     apply_tensor_parallel(model, mesh, {"embed": "embedding_rowwise"})
     given = torch.ones(*TOKENS, WIDTH)
 
@@ -86,7 +83,7 @@ def test_a_backward_takes_a_rank_s_rows_alone(rank: int, world_size: int) -> Non
 
 @on_ranks(2)
 def test_a_frozen_table_and_gradients_that_are_there(rank: int, world_size: int) -> None:
-    mesh, model = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), Model()
+    mesh, model = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), _model()
     whole = model.embed.weight.detach().clone()
     apply_tensor_parallel(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
     model.embed.weight.requires_grad_(False)

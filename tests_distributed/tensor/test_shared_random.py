@@ -41,8 +41,7 @@ def _steps(model: Any, seeds: list[int | None]) -> list[tuple[torch.Tensor, dict
     for seed in seeds:
         if seed is not None:
             torch.manual_seed(seed)
-        loss = backward(model(**_batch()).loss)
-        found.append((loss.detach(), gradients_of(model)))
+        found.append((backward(model(**_batch()).loss), gradients_of(model)))
         model.zero_grad()
     return found
 
@@ -80,14 +79,12 @@ def test_every_mode_gives_the_same_bits(rank: int, world_size: int, modes: tuple
 def _beside(rank: int, world_size: int, axis: str) -> tuple[float, bytes]:
     torch.manual_seed(50 + rank)
     if axis == "cp":
-        mesh = build_mesh(cp=2, tp=2, device_type="cpu")
-        model = parallelize(_phi(), ac="full", mesh=mesh, cp=2, tp=2)
+        model = parallelize(_phi(), ac="full", mesh=build_mesh(cp=2, tp=2, device_type="cpu"), cp=2, tp=2)
         torch.manual_seed(50 + rank)
         loss = backward(model(**_batch()).loss)
     else:
-        sample = _batch(2)
         model = parallelize(
-            _phi(), ac="full", tp=2, pp=PipelineParallel(2, microbatches=2), sample_input=sample, device="cpu"
+            _phi(), ac="full", tp=2, pp=PipelineParallel(2, microbatches=2), sample_input=_batch(2), device="cpu"
         )
         torch.manual_seed(50 + rank)
         loss = model.step(**_batch())

@@ -27,8 +27,7 @@ def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str
 
     def loaded() -> Any:
         kind = transformers.AutoModelForCausalLM
-        config = DistributedConfig(**sizes)
-        return kind.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+        return kind.from_pretrained(folder, distributed_config=DistributedConfig(**sizes), dtype=torch.float32).train()
 
     def step(model: nn.Module) -> dict[str, Tensor]:
         for _ in range(2):  # the second step has gathered and freed its shards before

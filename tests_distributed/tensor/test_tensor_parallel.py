@@ -84,8 +84,7 @@ def assert_same_step(found: dict[str, torch.Tensor], wanted: dict[str, torch.Ten
     assert found.keys() == wanted.keys(), where
     rounding = 1e-2 * max(grad.abs().max() for name, grad in wanted.items() if name != "loss")
     for name, value in wanted.items():
-        least = 0.0 if name == "loss" else rounding
-        difference = (found[name] - value).abs().max() / value.abs().max().clamp(min=least)
+        difference = (found[name] - value).abs().max() / value.abs().max().clamp(min=0.0 if name == "loss" else rounding)
         assert difference < 1e-5, f"{where}, {name}: relative difference {difference:.2e}"
 
 
@@ -122,8 +121,7 @@ def test_attention_dropout_beside_tensor_parallelism(
     expected: dict[str, torch.Tensor] = {}
     for mode in modes:
         model = build("llama", attention_dropout=0.2, attn_implementation=how).train()
-        tensor = TensorParallel(world_size, sequence_parallel=sequence_parallel)
-        model = parallelize(model, ac=mode, tp=tensor, device="cpu")
+        model = parallelize(model, ac=mode, tp=TensorParallel(world_size, sequence_parallel=sequence_parallel), device="cpu")
         torch.manual_seed(5)
         loss_of(model, batch()).backward()
         found = gradients_of(model)

@@ -22,6 +22,7 @@ from nemo_like.distributed.weights.tensor_locations import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.checkpoint import gather_state
 from tests.checks import assert_bitwise, backward, labelled, whole
+from tests.models.blocks import Layer
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -191,8 +192,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
-    own = {"model": run.model.state_dict()}
-    dcp.load(own, checkpoint_id=f"{folder}/default")  # into the model's own memory
+    dcp.load({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/default")  # into the model's own memory
     _check_whole(run, truth, "its own state dict")
     meta = parallelize(_on_meta(name), ac="none", tp=2, device="cpu")
     assert_bitwise(get_model_state(materialize(meta, checkpoint=f"{folder}/default")), truth)
@@ -246,8 +246,7 @@ def _groups(rank: int, world_size: int, folder: str, layout: str) -> Any:
         [p for n, p in run.model.named_parameters() if (n == "model.norm.weight") == last] for last in (False, True)
     ]
     rates = (0.1, 0.2) if layout == "one" else (0.3, 0.4)
-    groups = [{"params": params, "lr": lr} for params, lr in zip(chosen, rates) if params]
-    run.optimizer = torch.optim.AdamW(groups)
+    run.optimizer = torch.optim.AdamW([{"params": params, "lr": lr} for params, lr in zip(chosen, rates) if params])
     if layout != "one":
         dcp.save(run.state(), checkpoint_id=folder)
         return None
@@ -290,27 +289,24 @@ def test_every_installed_style_tells_which_rows_a_rank_has() -> None:
     assert run_ranks(4, _every_style) == [[]] * 4
 
 
-class Packed(nn.Module):
+def _packed(inside: int, bias: bool = False) -> nn.Module:
     """A block with a gate and an up projection in one weight, (2 WIDTH, inside)."""
-
-    def __init__(self, inside: int, bias: bool = False) -> None:
-        super().__init__()
-        self.first, self.packed = nn.Linear(WIDTH, inside), nn.Linear(inside, 2 * WIDTH, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.packed(self.first(x)).chunk(2, -1)
-        return gate * up
+    return Layer(
+        lambda block, x: torch.mul(*block.packed(block.first(x)).chunk(2, -1)),
+        first=nn.Linear(WIDTH, inside),
+        packed=nn.Linear(inside, 2 * WIDTH, bias=bias),
+    )
 
 
 def _refused_plans(rank: int, world_size: int) -> None:
     tensor = TensorParallel(2, plan={"layers.*.packed": "packed_colwise"})
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (lambda: Packed(8, bias=True), {}, "a bias, which would be cut at other rows than its weight"),
-        (lambda: Packed(7), {}, "must shard its dim 1: 2 ranks must divide it"),
+        (lambda: _packed(8, bias=True), {}, "a bias, which would be cut at other rows than its weight"),
+        (lambda: _packed(7), {}, "must shard its dim 1: 2 ranks must divide it"),
     ]
     if world_size == 8:
         resharded = {"strategy": FSDP2(reshard_after_forward=2)}
-        cases = [(lambda: Packed(8), resharded, "none of them can be left out after forward")]
+        cases = [(lambda: _packed(8), resharded, "none of them can be left out after forward")]
     for block, options, problem in cases:
         model = SmallModel(block)
         before = dict(model.named_parameters())

@@ -6,7 +6,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like.distributed.weights.materialize import materialize
-from tests.checks import assert_bitwise, whole
+from tests.checks import assert_bitwise, on_meta, whole
 from tests.tools.surveys.initial_values import differences, initialized, survey, survey_one
 from tests.tools.surveys.layers import model_types
 from tests.tools.surveys.tiny_models import build_tiny
@@ -44,19 +44,13 @@ def test_no_model_type_has_other_values(part: int) -> None:
 @on_ranks(2, timeout=100)
 def test_ranks_have_the_values_of_one_process(rank: int, world_size: int) -> None:
     for family in ("gpt2", "t5", "whisper"):
-        model = parallelize(on_meta(FAMILIES[family]), strategy="fsdp2", ac="full", device="cpu")
+        model = parallelize(on_meta(build_tiny, FAMILIES[family]), strategy="fsdp2", ac="full", device="cpu")
         materialize(model, seed=0)
         eager = build_tiny(FAMILIES[family])
         assert any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        single = materialize(on_meta(FAMILIES[family]), seed=0)
+        single = materialize(on_meta(build_tiny, FAMILIES[family]), seed=0)
         assert_bitwise({n: whole(p).detach() for n, p in model.named_parameters()}, dict(single.named_parameters()))
         assert list(differences(eager, single)) == []
-
-
-def on_meta(model_class: str) -> nn.Module:
-    """The tiny model of transformers' `model_class` on the meta device."""
-    with torch.device("meta"):
-        return build_tiny(model_class)
 
 
 class _Scaled(nn.Module):
@@ -78,8 +72,7 @@ class _Scaled(nn.Module):
 @pytest.mark.parametrize("make", [_Scaled, lambda: nn.MultiheadAttention(8, 2), lambda: nn.Transformer(8, 2, 1, 1, 8)])
 def test_constructors_of_parents_are_followed(make: type[nn.Module]) -> None:
     """The judge: what each module's constructor calls, run on a CPU in the same order."""
-    with torch.device("meta"):
-        model = make()
+    model = on_meta(make)
     materialize(model, seed=1)
     eager = make()
     torch.manual_seed(1)
@@ -103,8 +96,7 @@ def test_an_init_fn_reaches_modules_without_tensors() -> None:
             module[0].weight.data.mul_(0.1)
 
     eager = nn.Sequential(nn.Linear(3, 3), nn.GELU())
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.GELU()))
     materialize(model, init, seed=2)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -113,7 +105,7 @@ def test_an_init_fn_reaches_modules_without_tensors() -> None:
 
 
 def test_known_values_are_kept_by_a_parents_initializer() -> None:
-    eager, model = build_tiny(FAMILIES["gpt2"]), on_meta(FAMILIES["gpt2"])
+    eager, model = build_tiny(FAMILIES["gpt2"]), on_meta(build_tiny, FAMILIES["gpt2"])
     for name in ("wte", "h.0.mlp.c_proj"):
         at = model.transformer.get_submodule(name)
         at.weight = nn.Parameter(eager.transformer.get_submodule(name).weight.detach().clone())
@@ -132,7 +124,7 @@ def test_known_values_are_kept_by_a_parents_initializer() -> None:
 
 
 def test_a_tensor_that_the_constructor_made_outside_of_meta_is_refused_and_initialized_after_to_meta() -> None:
-    model = on_meta("XLNetModel")  # torch.FloatTensor(n)
+    model = on_meta(build_tiny, "XLNetModel")  # torch.FloatTensor(n)
     with pytest.raises(ValueError, match=r"mask_emb is not on the meta device.*call model\.to\('meta'\)"):
         materialize(model, seed=0)
     assert list(differences(build_tiny("XLNetModel"), materialize(model.to("meta"), seed=0))) == []

@@ -133,7 +133,6 @@ def _meta_lora() -> nn.Module:
 )
 def test_adapters_that_begin_from_the_base_are_refused(options: dict[str, object], named: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    pytest.importorskip("peft")
     base = on_meta(llama)
     try:
         model = on_meta(_adapted, base, **options)

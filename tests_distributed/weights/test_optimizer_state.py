@@ -194,5 +194,4 @@ def _load(how: str, folder: Path, state: dict[str, Any]) -> None:
     if how == "dcp":
         dcp.load(state, checkpoint_id=folder)
     else:
-        store = CheckpointStore(folder, Ranks.of_process(torch.device("cpu")))
-        assert store.load(state, check=lambda about: None) == 3
+        assert CheckpointStore(folder, Ranks.of_process(torch.device("cpu"))).load(state, check=lambda about: None) == 3

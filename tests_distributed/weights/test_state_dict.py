@@ -20,7 +20,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_model_state,
     set_optimizer_state,
 )
-from tests.checks import assert_bitwise, same, update
+from tests.checks import assert_bitwise, same, seeded, update
 from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -31,8 +31,7 @@ MODES = (
 
 
 def _make(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model: nn.Module = Decoder(tied=True)
+    model: nn.Module = seeded(Decoder, tied=True, seed=seed)
     for index, layer in enumerate(model.layers):
         if "full" in mode:
             model.layers[index] = CheckpointWrapper(layer)
@@ -104,8 +103,7 @@ def test_a_whole_state_is_the_bare_models() -> None:
 def _write(rank: int, world_size: int, path: str) -> tuple[dict, dict]:
     model, optimizer = _make("fsdp full", seed=0)
     _train(model, optimizer)
-    state = {"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}
-    dcp.save(state, checkpoint_id=path)
+    dcp.save({"model": get_model_state(model), "optimizer": get_optimizer_state(model, optimizer)}, checkpoint_id=path)
     return _state(model, optimizer)
 
 
