@@ -1,5 +1,7 @@
 """Write the generated pages of docs/reference: api/ from the docstrings of the public names, cli.md from every ``--help``.
 
+The fields of `Job` are keywords of `parallelize`, and their documentation is written into its docstring, too.
+
     python .ci/api_docs.py [--check]      with --check: fail where a page is not current
 
 Public is what `nemo_like.__all__` names, and the `__all__` of each folder that users import.
@@ -28,9 +30,10 @@ from typing import Any
 
 import torch
 
-from nemo_like._util.field_docs import attribute_docs
+from nemo_like._util.field_docs import attribute_docs, field_docs
 from nemo_like.cli import make_parser
 from nemo_like.commands import COMMANDS
+from nemo_like.job import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -291,13 +294,32 @@ def section_line(line: str) -> str:
     return f"  {text}"
 
 
+PARALLELIZE = ROOT / "nemo_like" / "parallelizer.py"
+FIELDS = re.compile(r"^        strategy: .*?(?=^        optimizer: )", re.DOTALL | re.MULTILINE)
+"""The paragraphs of the docstring that are written."""
+
+
+def with_fields(source: str) -> str:
+    """Return the source of `parallelize` with a paragraph for each field of `Job` that a caller can give."""
+    docs = field_docs(Job)
+    texts = [f"{each.name}: {docs[each.name]}" for each in dataclasses.fields(Job) if each.repr and each.name in docs]
+    lines = [textwrap.fill(text, 118, initial_indent=" " * 8, subsequent_indent=" " * 12) + "\n" for text in texts]
+    written, count = FIELDS.subn(lambda _: "".join(lines), source)
+    assert count == 1, f"the docstring of parallelize has {count} places for the fields of Job"
+    return written
+
+
 def main() -> int:
     """Write the page, or with ``--check`` say whether it is current (exit status 1 where it is not)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not current")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    written = pages()
+    source = PARALLELIZE.read_text(encoding="utf-8")
+    if with_fields(source) != source and not options.check:
+        PARALLELIZE.write_text(with_fields(source), encoding="utf-8")
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # the page has the new docstring
+    written = pages() | {PARALLELIZE: with_fields(source)}
     if not options.check:
         shutil.rmtree(REFERENCE / "api", ignore_errors=True)
         (REFERENCE / "api").mkdir()

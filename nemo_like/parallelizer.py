@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like._util.field_docs import described
 from nemo_like._util.forwards import sentences
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
 from nemo_like._util.module_tree import bare_modules, check_model
@@ -213,7 +212,53 @@ def parallelize(
             budgets and ``pp``, used by ``"sequential"`` and by a `CheckpointConfig` that profiles first. Under ``tp`` and
             ``cp`` a copy without weights is run on it (of a transformers model also on its own dummy inputs), so that a
             model that fails once it is split is refused here.
-        FIELDS
+        strategy: The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also
+            `FSDP2(...)` with its own options (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)`
+            (unused parameters, bucket size). With one rank all mean ``"single"``: no process group.
+        ac: Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``.
+            ``None``/``False``/``"none"``, ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the
+            expensive ops), ``"submodule"``, ``"sequential"`` (recompute segments of layers). With a `sample_input`:
+            ``"40GiB"`` (the best plan for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``),
+            ``"auto"`` (this device's memory) or a `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy
+            object (`SelectivePolicy`, `TorchPolicy`).
+        ac_scope: The groups of layers to checkpoint. ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
+            ``"multimodal"`` or a list. A frozen layer is recomputed in calls with an input that needs a gradient.
+        layers: Names (globs) or modules of the layers; None: found by structure.
+        dp_replicate: FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks.
+        tp: FSDP2: ranks that each large weight is split over (must divide the number of ranks), or
+            `TensorParallel(...)` with a plan, sequence parallelism and a loss that stays split by vocabulary.
+        cp: FSDP2: ranks that each sequence is split over, or `ContextParallel(...)` with the method. Every rank of a
+            ``cp`` group is called with the same whole sequences. The loss is that of the whole, the same on each.
+            Other outputs are this rank's part (`nemo_like.distributed.unshard_sequence`).
+        ep: FSDP2: ranks that each layer's experts are split over, or `ExpertParallel(...)` with a plan. It must
+            divide ``dp_shard x cp x tp``, and the number of experts. Tokens travel to the experts and back.
+        pp: Ranks that the layers are divided among, or `PipelineParallel(...)` with schedule, micro-batches and
+            balance. It needs `sample_input`, one micro-batch. A `Pipeline` is returned then, whose ``step(**batch)``
+            takes whole batches.
+        loss: Whose loss: the model's own, or head and loss of a few tokens at a time. ``"model"``, or ``"chunked"``
+            (`ChunkedLoss(...)` with sizes): a cross entropy that the model computes of its head's output from
+            ``labels`` in training mode is computed a chunk of tokens at a time, and ``output.logits`` is None. Where
+            the model does something else with the logits, they are made, and this is logged.
+        precision: The dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears
+            in float8, by torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``, ``"mxfp8"``, ``"mxfp8-emulated"``), a
+            `Precision` (also for reduction and outputs) or torch's `MixedPrecisionPolicy`. FSDP2 casts parameters;
+            the other strategies use autocast.
+        compile: The backend that compiles each layer in place. ``True`` means ``"inductor"``.
+        offload: Tensors that wait in CPU memory between forward and backward. ``"boundary"`` (layer inputs),
+            ``"saved"`` (these and the tensors that checkpointing keeps), ``"all"``, or an `OffloadConfig`.
+        step: The training loop that a prediction counts with. A `StepSpec` has micro-batches, a loss outside of the
+            model, whether the output is dropped before backward, and the optimizer. Default: ``out = model(**batch);
+            out.loss.backward()``, then one step of AdamW.
+        planned_tokens: Tokens of the largest micro-batch of one rank that memory was planned for. `nemo-like fit`
+            reports it, for jobs without a plan. A larger batch is trained on, and a warning is logged once.
+        device: The device that the model goes to; None: this rank's accelerator if there is one, else the CPU.
+        gpu: The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a
+            file or a `Device`; None: the one at hand.
+        world_size: Ranks in all. It must be as many as there are, and is for predictions where no process group is;
+            None: the process group's, else the launcher's, else 1.
+        allocator: The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF.
+            Default: its own.
+        search: Ways that a plan may use to stay within a budget.
         optimizer: the optimizer that a budget counts, short for ``step=StepSpec(optimizer=...)``; default: ``"adamw"``.
 
     Raises:
@@ -259,10 +304,6 @@ def parallelize(
     return cut.pipeline(
         [replace(stage, module=_make_ready(stage.module, of_stage, cut.stage_mesh)) for stage, of_stage in stages]
     )
-
-
-if parallelize.__doc__:  # absent under python -OO
-    parallelize.__doc__ = parallelize.__doc__.replace("        FIELDS\n", described(Job, " " * 8))
 
 
 def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object = None) -> Any:

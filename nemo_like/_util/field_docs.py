@@ -1,7 +1,6 @@
 """The documentation of a dataclass's fields: written once, behind each, for docstrings, flags and the reference."""
 
 import ast
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -29,13 +28,3 @@ def field_docs(cls: type) -> dict[str, str]:
     except (OSError, TypeError):
         return {}
     return {name: " ".join(text.split()) for name, text in attribute_docs(source, cls.__name__).items()}
-
-
-def described(cls: type, indent: str) -> str:
-    """Return a paragraph for each documented field that a caller can give, as a docstring has it."""
-    lines = []
-    for field in dataclasses.fields(cls):
-        if field.repr and field.name in field_docs(cls):
-            text = f"{field.name}: {field_docs(cls)[field.name]}"
-            lines.append(textwrap.fill(text, 118, initial_indent=indent, subsequent_indent=indent + "    "))
-    return "\n".join(lines) + "\n"
