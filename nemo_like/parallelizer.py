@@ -26,17 +26,16 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
 from nemo_like.compile import compile_layers
 from nemo_like.distributed.consistency_checks import check_agreement, compare_batches, mesh_groups
-from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
+from nemo_like.distributed.context import apply_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert.split_experts import (
     ExpertMesh,
     Experts,
-    check_experts,
     make_expert_mesh,
     shard_experts,
     split_experts,
 )
-from nemo_like.distributed.launch import check_places, checked_device, local_device, world_size
+from nemo_like.distributed.launch import check_places, checked_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of, ends_of
@@ -49,7 +48,6 @@ from nemo_like.distributed.shard import (
 )
 from nemo_like.distributed.tensor.apply import (
     apply_tensor_parallel,
-    check_packed_weights,
     put_edges,
 )
 from nemo_like.distributed.unit_calls import guard_units, refuse_new_parameters
@@ -82,7 +80,7 @@ from nemo_like.precision import (
     scale_before_forward,
 )
 from nemo_like.profiling.larger_batch import size_watch
-from nemo_like.resolve import layers_for, resolve
+from nemo_like.resolve import check_axes, layers_for, place_of, resolve
 from nemo_like.torch_compat import fuse_collectives_into_matmuls
 
 if TYPE_CHECKING:
@@ -290,7 +288,7 @@ def parallelize(
         check_places(model)
     job, mesh = _on_ranks(job, mesh)
     check_float8(job.precision.matmuls)
-    check_capability_of(_place(job, mesh), job.precision.matmuls)
+    check_capability_of(place_of(job, mesh), job.precision.matmuls)
     if job.pp.size == 1:
         return _make_ready(model, job, mesh, sample_input)
 
@@ -315,7 +313,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     job, layers, experts, specs = _check(model, job, mesh, sample_input)
     # Nothing has been changed up to here.
     ranks = mesh if job.fsdp is not None else None  # all axes but replicas are FSDP2's alone
-    place, before = _place(job, mesh), parameters_of(model)
+    place, before = place_of(job, mesh), parameters_of(model)
     names, is_stage = [layer.fqn for layer in layers], hasattr(model, STAGE_MARK)
     if not is_stage:  # a pipeline does the last two around its stages
         start_from_the_same_weights(model, ranks)
@@ -378,26 +376,8 @@ def _check(
 ) -> tuple[Job, Sequence[Layer], tuple[Experts, ...], list[CheckpointSpec]]:
     """Return the job with its plan, the layers, the experts to split and the regions to checkpoint, or raise."""
     ranks = mesh if job.fsdp is not None else None
-    experts: tuple[Experts, ...] = ()
     layers, chosen = layers_for(model, job)
-    if job.loss is not None:
-        check_head(model)
-    if job.tp.asynchronous and (place := _place(job, mesh)).type != "cuda":
-        raise ValueError(
-            f"TensorParallel.asynchronous is True on {place.type!r}: matmuls with collectives inside run on GPUs that "
-            "NVLink joins. Use asynchronous=False here."
-        )
-    if ranks is not None and job.ep.size > 1:
-        experts = check_experts(model, ranks, job.ep)
-    whole = [each.fqn for each in experts]
-    if ranks is not None and job.fsdp is not None and job.tp.size > 1:
-        check_packed_weights(model, ranks, job.tp.plan, whole, job.fsdp)
-    if job.cp.size > 1:
-        check_context_parallel(model, job.cp, layers, call_of(model))
-    if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from a tried model
-        from nemo_like.distributed.first_rank import try_split  # which no other job needs
-
-        try_split(model, job, layers, whole, sample_input)
+    experts = check_axes(model, job, mesh, layers, sample_input)
     if ranks is not None:
         check_sharding(model, layers, ranks, options=job.fsdp)
     else:
@@ -407,10 +387,6 @@ def _check(
         job.ac.check_matmuls(effective_matmuls(job.precision, sharded=ranks is not None))
     check_specs(model, specs, compile=job.compile is not None)
     return job, layers, experts, specs
-
-
-def _place(job: Job, mesh: DeviceMesh | None) -> torch.device:
-    return local_device(None if mesh is None else mesh.device_type) if job.device is None else job.device
 
 
 def _shard(

@@ -11,10 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like._util.log import is_rank_zero, logger
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
-from nemo_like.distributed.expert.split_experts import find_experts, refuse_lists
-from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import (
     STAGE_MARK,
@@ -29,10 +26,9 @@ from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
 from nemo_like.job import Job
-from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
 from nemo_like.profiling.larger_batch import size_watch
-from nemo_like.resolve import layers_for
+from nemo_like.resolve import check_axes, layers_for, place_of
 
 
 @dataclass
@@ -111,17 +107,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     _refuse(model, layers_found, job.pp)
     if isinstance(job.ac, Plan):  # before stages are cut
         job.ac.check_matmuls(job.precision.matmuls)
-    if job.cp.size > 1:
-        check_context_parallel(model, job.cp, layers_found)
-    if job.ep.size > 1:
-        refuse_lists(model, job.ep.size, job.ep.plan)
-    whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
-    if job.cp.size > 1 or job.tp.size > 1:
-        from nemo_like.distributed.first_rank import try_split  # which no other job needs
-
-        try_split(model, job, layers_found, whole, sample_input)
-    if job.loss is not None:
-        check_head(model)
+    check_axes(model, job, mesh, layers_found, sample_input)
     dtype = job.param_dtype
     lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
     parts: StageParts | SplitParts
@@ -129,12 +115,11 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         parts = stage_parts(model, layers_found, sample_input, **lowered)
     else:
         parts = SplitParts(model, job.pp.split, job.pp.stages, layers_found, sample_input, **lowered)
-    device = local_device(mesh.device_type) if job.device is None else job.device
     planned = _planned(model, job, sample_input)
     if isinstance(parts, StageParts):
         check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
         parts = replace(parts, sent_by=job.tp.sequence_ranks)
-    return CutModel(model, parts, planned, mesh, device, LossMean(model, job.pp))
+    return CutModel(model, parts, planned, mesh, place_of(job, mesh), LossMean(model, job.pp))
 
 
 def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like._util.log import is_rank_zero, logger, say_once, warn_once
@@ -21,10 +23,15 @@ from nemo_like.activation_checkpointing.spec import (
     segments_of,
     submodules_to_checkpoint,
 )
-from nemo_like.distributed.launch import pick_device_type
+from nemo_like.distributed.context import check_context_parallel
+from nemo_like.distributed.expert.split_experts import Experts, check_experts
+from nemo_like.distributed.launch import local_device, pick_device_type
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.tensor.apply import check_packed_weights
 from nemo_like.job import Job
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, select_layers
 from nemo_like.layers.groups import group_of
+from nemo_like.losses.model_loss import check_head
 from nemo_like.offload import placed_on_host
 from nemo_like.options import CheckpointConfig, MemoryBudget, did_you_mean, parse_ac
 from nemo_like.profiling import MemoryProfiler
@@ -55,6 +62,46 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
         return (), ()  # a recurrent model has one cell, called again and again
     # A wrong scope is an error also where nothing is checkpointed.
     return layers_found, select_layers(layers_found, job.ac_scope)
+
+
+def place_of(job: Job, mesh: DeviceMesh | None) -> torch.device:
+    """Return the device of this rank."""
+    return local_device(None if mesh is None else mesh.device_type) if job.device is None else job.device
+
+
+def check_axes(
+    model: nn.Module, job: Job, mesh: DeviceMesh | None, layers: Sequence[Layer], sample_input: object
+) -> tuple[Experts, ...]:
+    """Check that the axes of `job` can divide `model`, a whole one or a stage, and return the experts to split.
+
+    Args:
+        mesh: the ranks; None: one that trains by itself.
+        layers: from `layers_for`.
+        sample_input: one batch; a split copy of a whole model is run on it.
+
+    Raises:
+        ValueError: they cannot, or the model has no head for a chunked loss.
+    """
+    experts: tuple[Experts, ...] = ()
+    if job.loss is not None:
+        check_head(model)
+    if job.tp.asynchronous and (place := place_of(job, mesh)).type != "cuda":
+        raise ValueError(
+            f"TensorParallel.asynchronous is True on {place.type!r}: matmuls with collectives inside run on GPUs that "
+            "NVLink joins. Use asynchronous=False here."
+        )
+    if mesh is not None and job.fsdp is not None and job.ep.size > 1:
+        experts = check_experts(model, mesh, job.ep, may_lack=job.pp.size == 1)
+    whole = [each.fqn for each in experts]
+    if mesh is not None and job.fsdp is not None and job.tp.size > 1:
+        check_packed_weights(model, mesh, job.tp.plan, whole, job.fsdp)
+    if job.cp.size > 1:
+        check_context_parallel(model, job.cp, layers, call_of(model))
+    if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from a tried model
+        from nemo_like.distributed.first_rank import try_split  # which no other job needs
+
+        try_split(model, job, layers, whole, sample_input)
+    return experts
 
 
 def resolve(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.job import Job
-from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel
+from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel, TensorParallel
+from nemo_like.torch_compat import fake_ranks
 from tests.checks import assert_bitwise, backward, refused_unchanged, seeded, whole
 from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
@@ -257,6 +258,20 @@ def test_what_cannot_be_cut_is_refused_and_left_unchanged(rank: int, world_size:
     refused(kv_shared.build("gemma3n"), "its layers share keys and values, which stay on one stage")
     router = causal("Mixtral", **_SMALL, **_HEADS, num_local_experts=4, output_router_logits=True)()
     refused(router, "output_router_logits=True")
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("ep is 2, and no experts were found", {"ep": 2}),
+        ("asynchronous is True on 'cpu'", {"tp": TensorParallel(2, None, True, asynchronous=True), "compile": True}),
+    ],
+)
+def test_axes_are_refused_as_without_stages_before_one_is_cut(message: str, options: dict[str, Any]) -> None:
+    model, sample = _build("llama"), {key: value[:2] for key, value in _batch().items()}
+    for stages in (1, 2):
+        with fake_ranks(0, 2 * stages), refused_unchanged(model, message):
+            parallelize(model, ac="none", pp=stages, sample_input=sample, device="cpu", **options)
 
 
 def _broken(rank: int, world_size: int, in_head: bool) -> None:

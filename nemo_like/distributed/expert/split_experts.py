@@ -367,8 +367,12 @@ def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 # The split: each rank keeps its part of the weights, and exchanges tokens.
 
 
-def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) -> tuple[Experts, ...]:
+def check_experts(
+    model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel, *, may_lack: bool = True
+) -> tuple[Experts, ...]:
     """The experts that `split_experts` would split, or its error. Changes nothing.
+
+    `may_lack`: in a mesh with pipeline stages, `model` is one of them, and others may have the layers with experts.
 
     Raises:
         ValueError: no experts are found, or they are lists of modules; their number is not divisible by the ranks; ranks
@@ -376,7 +380,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     """
     check_expert_ranks(mesh, parallel.size)
     refuse_lists(model, parallel.size, parallel.plan)
-    stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
+    stage = may_lack and axis_size(root_mesh(mesh), "pp") > 1
     found = () if stage and not has_experts(model, parallel.plan) else find_experts(model, parallel.plan)
     if not found and not stage:
         raise ValueError(
