@@ -1,16 +1,18 @@
 """Models as people fine-tune them: LoRA adapters, k-bit weights."""
 
-import pytest
 import torch
 from torch import nn
 
 from nemo_like.layers import find_layers
+from tests.checks import seeded
 
 
 def with_lora(model: nn.Module, targets: list[str] | str) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets))
+    import peft
+
+    adapted = seeded(
+        peft.get_peft_model, model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets), seed=3
+    )
     # B starts at zero, and with it every gradient of A: move it.
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:

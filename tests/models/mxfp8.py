@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.checks import seeded
 from tests.models.tiny import made
 
 
 def wide_llama(dtype: torch.dtype = torch.float32) -> Any:
     """Two layers of width 64, with 64 tokens in its vocabulary; its parameters in `dtype`."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = made("Llama", vocab_size=64, use_cache=False, **sizes)
+    model = seeded(made, "Llama", vocab_size=64, use_cache=False, **sizes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -22,7 +22,7 @@ from nemo_like.models import check_positions
 from nemo_like.planning import plan_for
 from nemo_like.planning import report as report_module
 from nemo_like.planning.report import FLEX
-from tests.checks import assert_bitwise, seeded, step
+from tests.checks import assert_bitwise, on_meta, seeded, step
 from tests.models.blocks import Operators, checkpoint_region
 from tests.models.fit_models import llama
 from tests.models.tiny import labelled, made
@@ -391,8 +391,7 @@ def test_more_than_a_model_takes_is_refused(
 
 
 def test_a_sample_with_pictures_runs_all_towers(logs: pytest.LogCaptureFixture) -> None:
-    with torch.device("meta"):
-        model = transformers.LlavaForConditionalGeneration(_llava())
+    model = on_meta(transformers.LlavaForConditionalGeneration, _llava())
     ids = torch.tensor([[63] * 16 + [1] * 4])
     sample = labelled(ids) | {"pixel_values": torch.randn(1, 3, 16, 16)}
     assert len(plan_for(model, ac="60%", sample_input=sample, gpu="cpu").layers) == 5 and "did not run" not in logs.text

@@ -17,7 +17,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, Step, make_report, what_if
-from tests.checks import assert_bitwise, step
+from tests.checks import assert_bitwise, seeded, step
 from tests.models.tiny import labelled, llama, made, tokens
 from tests.planning.queries import held_bytes, part_of, reserved
 
@@ -28,9 +28,8 @@ CHUNKS = ChunkedLoss(chunk_tokens=16)
 
 def wide() -> nn.Module:
     """A decoder whose logits are most of its step."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return made("Llama", vocab_size=4096, use_cache=False, **sizes)
+    return seeded(made, "Llama", vocab_size=4096, use_cache=False, **sizes)
 
 
 def _query(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> PlanQuery:

@@ -27,6 +27,7 @@ from nemo_like.recipes.data import Batch
 from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.pretrain import run_job
+from tests.checks import seeded
 from tests.models.blocks import Operators
 from tests.models.families import hf
 from tests.models.tiny import llama, made
@@ -142,9 +143,8 @@ ROWS, LENGTH, VOCABULARY, CHUNK = 4, 32, 2048, 32
 
 
 def _model(loss: Any) -> torch.nn.Module:
-    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
-    return parallelize(llama(vocab_size=VOCABULARY, **sizes), ac="full", loss=loss, device="cpu")
+    return parallelize(seeded(llama, vocab_size=VOCABULARY, **sizes), ac="full", loss=loss, device="cpu")
 
 
 def _batch() -> Batch:

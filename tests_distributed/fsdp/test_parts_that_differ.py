@@ -24,7 +24,7 @@ from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.unit_calls import _names_data
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.layers import find_layers
-from tests.checks import assert_bitwise, gradients_of, seeded, update, weights_of, whole
+from tests.checks import assert_bitwise, gradients_of, on_meta, seeded, update, weights_of, whole
 from tests.models import decoders, kv_shared, tiny
 from tests.models.adapted import with_lora
 from tests.models.tiny import Headed as Net
@@ -507,14 +507,12 @@ class Marked(Block):
 
 
 @pytest.mark.parametrize(
-    ("options", "on_meta"), [({}, False), ({}, True), ({"strategy": DDP(find_unused_parameters=True)}, False)]
+    ("options", "meta"), [({}, False), ({}, True), ({"strategy": DDP(find_unused_parameters=True)}, False)]
 )
 @on_ranks(2)
-def test_marks_on_parameters_are_kept(rank: int, world: int, options: dict[str, Any], on_meta: bool) -> None:
-    with torch.device("meta" if on_meta else "cpu"):
-        model = Net(Marked)
-    model = parallelize(model, ac="none", **options)
-    if on_meta:
+def test_marks_on_parameters_are_kept(rank: int, world: int, options: dict[str, Any], meta: bool) -> None:
+    model = parallelize(on_meta(Net, Marked) if meta else Net(Marked), ac="none", **options)
+    if meta:
         materialize(model, lambda module: [nn.init.constant_(p, 0.1) for p in module.parameters(recurse=False)])
     for _ in range(2):
         inner = model.module if hasattr(model, "module") else model
@@ -588,9 +586,7 @@ def test_an_optimizer_of_gathered_parameters_is_refused(rank: int, world: int) -
 
 @on_ranks(2)
 def test_an_optimizer_built_before_materialize_is_refused(rank: int, world: int) -> None:
-    with torch.device("meta"):
-        model = Net()
-    model, other = parallelize(model, ac="none"), nn.Linear(2, 2)
+    model, other = parallelize(on_meta(Net), ac="none"), nn.Linear(2, 2)
     early = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)  # of two models
     materialize(model)
     model(batch()).sum().backward()

@@ -126,8 +126,8 @@ def _run(optimizer: str, in_backward: bool, **asked: Any) -> DryRun:
 )
 def test_a_plan_says_what_the_rank_takes(optimizer: str, asked: dict[str, Any]) -> None:
     ids = torch.zeros(1, 16, dtype=torch.long)
-    with torch.device("meta"):  # the peak is where the weights of a layer are stepped
-        model = llama(vocab_size=64, intermediate_size=1024, num_hidden_layers=2)
+    # The peak is where the weights of a layer are stepped.
+    model = on_meta(llama, vocab_size=64, intermediate_size=1024, num_hidden_layers=2)
     job = Job.of(step=StepSpec(optimizer=optimizer, in_backward=True), **asked)
     found = dry_run(model, job, {"input_ids": ids, "labels": ids})
     assert found.against is not None and abs(found.against - found.peak_bytes) <= SAME

@@ -16,7 +16,7 @@ from nemo_like import parallelize
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel, TensorParallel
 from nemo_like.torch_compat import fake_ranks
-from tests.checks import assert_bitwise, backward, refused_unchanged, seeded, whole
+from tests.checks import assert_bitwise, backward, on_meta, refused_unchanged, seeded, whole
 from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
@@ -337,8 +337,7 @@ def test_four_stages_are_saved_and_loaded_into_two(tmp_path: Path) -> None:
 def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
-    with torch.device("meta"):
-        empty = MODELS["llama"]().float().train()
+    empty = on_meta(MODELS["llama"]).float().train()
     pipeline = _staged(empty, batch, schedule, ac="selective")
     with pytest.raises(ValueError, match="a state_dict or from a checkpoint: give one of the two"):
         pipeline.materialize()

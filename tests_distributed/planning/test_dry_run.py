@@ -26,6 +26,7 @@ from nemo_like.options import (
 )
 from nemo_like.planning import plan_for
 from nemo_like.planning.memory_model.storage_ledger import StepMoment
+from tests.checks import seeded
 from tests.models.adapted import with_lora
 from tests.models.blocks import in_turn
 from tests.models.families import FAMILIES
@@ -129,13 +130,8 @@ def _half_frozen() -> nn.Module:
     return model
 
 
-def _two_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(_deep("llama", 2)).train()
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "two layers": _two_layers,
+    "two layers": lambda: seeded(transformers.AutoModelForCausalLM.from_config, _deep("llama", 2)).train(),
     "plain": lambda: Decoder(layers=4, width=48),
     "half frozen": _half_frozen,
     "adapters": lambda: with_lora(build("llama"), ["q_proj", "up_proj"]),
@@ -145,8 +141,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _model(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[family]() if family in MODELS else build(family.removeprefix("packed "))
+    return seeded(MODELS[family]) if family in MODELS else seeded(build, family.removeprefix("packed "))
 
 
 def _batch(rows: int = 2, family: str = "") -> dict[str, Any]:

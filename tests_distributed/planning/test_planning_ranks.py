@@ -16,7 +16,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
-from tests.checks import assert_bitwise, labelled, step, update
+from tests.checks import assert_bitwise, labelled, seeded, step, update
 from tests.planning.queries import plan_of
 from tests_distributed.allocated import allocator_events, step_peak_bytes
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -29,12 +29,11 @@ MODES = ("none", "full", "selective", "40%")
 
 
 def _build(name: str = "LlamaConfig", layers: int = 6) -> Any:
-    torch.manual_seed(0)
     shape = dict(
         hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=SEQ, use_cache=False, tie_word_embeddings=False, head_dim=16,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape)).train()
+    return seeded(transformers.AutoModelForCausalLM.from_config, getattr(transformers, name)(**shape)).train()
 
 
 def _batch(rows: int = 2) -> dict[str, torch.Tensor]:

@@ -15,27 +15,24 @@ from nemo_like.distributed.weights.state_dict import get_model_state
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
-from tests.checks import labelled, on_meta, update
+from tests.checks import labelled, on_meta, seeded, update
+from tests.models.tiny import made
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
 from tests_distributed.spawn import on_ranks, run_ranks
 
-transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 
 def _mixtral(experts: int, **sizes: int) -> nn.Module:
-
-    torch.manual_seed(0)
     shape = dict(
         hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=256, max_position_embeddings=64,
     ) | sizes  # fmt: skip
-    config = transformers.MixtralConfig(
-        **shape, use_cache=False, num_local_experts=experts, num_experts_per_tok=2,
+    return seeded(
+        made, "Mixtral", **shape, use_cache=False, num_local_experts=experts, num_experts_per_tok=2,
         experts_implementation="grouped_mm",
     )  # fmt: skip
-    return transformers.MixtralForCausalLM(config).train()
 
 
 @pytest.mark.parametrize(
@@ -57,11 +54,10 @@ def test_the_dim(shape: tuple[int, ...], ranks: int, dim: int) -> None:
 
 
 def test_a_rank_of_64_holds_its_share_of_8_experts() -> None:
-    with torch.device("meta"):
-        model = _mixtral(
-            8, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=32000,
-        )  # fmt: skip
+    model = on_meta(
+        _mixtral, 8, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000,
+    )  # fmt: skip
     total = sum(p.numel() for p in model.parameters())
     with fake_rank(63, 64):
         shard_layers(model, list(model.model.layers), build_mesh(device_type="cpu"))

@@ -13,22 +13,20 @@ from nemo_like._util.rng import seed_all
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.ranks import Ranks
 from nemo_like.options import PipelineParallel, TensorParallel
-from tests.checks import assert_bitwise, backward, gradients_of, labelled, whole
+from tests.checks import assert_bitwise, backward, gradients_of, labelled, seeded, whole
+from tests.models.tiny import made
 from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
-transformers = pytest.importorskip("transformers")
 MODES = ("none", "full", "selective", "submodule", "sequential")
 
 
 def _phi(attention: float = 0.0, hidden: float = 0.2) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.PhiConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    return seeded(
+        made, "Phi", vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, resid_pdrop=hidden, embd_pdrop=hidden, attention_dropout=attention, use_cache=False,
     )  # fmt: skip
-    return transformers.PhiForCausalLM(config).train()
 
 
 def _batch(rows: int = 4) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
 from nemo_like.distributed.weights.tensor_locations import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.checkpoint import gather_state
-from tests.checks import assert_bitwise, backward, labelled, whole
+from tests.checks import assert_bitwise, backward, labelled, on_meta, seeded, whole
 from tests.models.blocks import Layer
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -67,8 +67,7 @@ def _batch() -> dict[str, torch.Tensor]:
 
 
 def _bare(name: str, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(_config(name)).train()
+    model = seeded(transformers.AutoModelForCausalLM.from_config, _config(name), seed=seed).train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
@@ -199,8 +198,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
 
 
 def _on_meta(name: str) -> nn.Module:
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(_config(name)).train()
+    return on_meta(transformers.AutoModelForCausalLM.from_config, _config(name)).train()
 
 
 @pytest.mark.few(1)

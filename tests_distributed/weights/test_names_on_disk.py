@@ -55,8 +55,7 @@ def _tiny(name: str) -> nn.Module:
 
 
 def _on_meta(eager: nn.Module) -> nn.Module:
-    with torch.device("meta"):
-        return type(eager)(eager.config).train()
+    return on_meta(type(eager), eager.config).train()
 
 
 @pytest.mark.few(4)
