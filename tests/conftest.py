@@ -14,6 +14,7 @@ os.environ["NEMO_LIKE_CACHE"] = tempfile.mkdtemp(prefix="nemo_like-")  # no rate
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.said import logs  # noqa: E402, F401
 from tests.selection import pytest_collection_modifyitems  # noqa: E402, F401
 
 torch.set_num_threads(1)
@@ -52,13 +53,3 @@ def ending(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
         return capsys.readouterr()
 
     return run
-
-
-@pytest.fixture
-def logs(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What our logger says from WARNING on; nothing was announced before."""
-    from nemo_like._util.log import forget_announcements
-
-    forget_announcements()
-    caplog.set_level("WARNING", "nemo_like")
-    return caplog

@@ -219,8 +219,8 @@ def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_part
     found = []
     for function in (lambda x: layer(x).square().sum(), torch.compile(loss, backend="eager")):
         torch.manual_seed(1)
-        grads = torch.autograd.grad(function(x), (x, *layer.parameters()))
-        found.append([*grads, torch.rand(2)])  # and the numbers that come after
+        # And the numbers that come after.
+        found.append([*torch.autograd.grad(function(x), (x, *layer.parameters())), torch.rand(2)])
     assert_bitwise(*found)
 
 

@@ -1,7 +1,6 @@
 """Every mode gives the loss and gradients of the original model, to the bit: models, modes of other rooms, float8."""
 
 import copy
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -135,10 +134,10 @@ IDS = batch(2)
 SAMPLE = {"input_ids": IDS}
 
 
-def test_a_budget_says_beforehand_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "nemo_like"):
-        parallelize(build("llama"), ac="50%", sample_input=SAMPLE)
-    assert "predicted peak" in caplog.text and "of a forward pass" in caplog.text
+def test_a_budget_says_beforehand_what_it_costs(logs: pytest.LogCaptureFixture) -> None:
+    logs.set_level("INFO", "nemo_like")
+    parallelize(build("llama"), ac="50%", sample_input=SAMPLE)
+    assert "predicted peak" in logs.text and "of a forward pass" in logs.text
 
 
 def test_a_saved_plan_is_a_mode(tmp_path: Path) -> None:

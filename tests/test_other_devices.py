@@ -29,12 +29,12 @@ def _model() -> nn.Module:
 
 
 @pytest.mark.usefixtures("intel")
-def test_a_model_that_trains_on_the_cpu_beside_an_accelerator_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "nemo_like"):
-        for _ in range(2):
-            model = parallelize(_model(), "single", "full")
+def test_a_model_that_trains_on_the_cpu_beside_an_accelerator_says_so_once(logs: pytest.LogCaptureFixture) -> None:
+    logs.set_level("INFO", "nemo_like")
+    for _ in range(2):
+        model = parallelize(_model(), "single", "full")
     assert next(model.parameters()).device.type == "cpu"
-    said = [line for line in caplog.messages if "XPU" in line]
+    said = [line for line in logs.messages if "XPU" in line]
     assert said == ["torch sees XPU here, and training was tried on CUDA (ROCm included) and CPUs alone: this is the CPU."]
 
 

@@ -160,8 +160,7 @@ def test_without_a_profile_all_layers_are_taken_and_that_is_said_once(logs):
 def test_a_threshold_above_everything_leaves_the_model_alone(logs):
     plain = stack(32, 64)
     logs.set_level("INFO", "nemo_like")
-    fields = config(profile_before_apply=True, memory_threshold_mb=50.0)
-    assert chosen(fields, plain, sample_input=torch.randn(4, 16)) == []
+    assert chosen(config(profile_before_apply=True, memory_threshold_mb=50.0), plain, sample_input=torch.randn(4, 16)) == []
     assert not any(is_checkpointed(module) for module in plain.modules())
     assert "memory_threshold_mb=50 MB" in logs.text
 

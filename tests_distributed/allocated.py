@@ -25,8 +25,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tensors)}
-    return sum(storages.values())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tensors)}.values())
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Any = ()) -> int:

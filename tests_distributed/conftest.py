@@ -14,6 +14,7 @@ os.environ["NEMO_LIKE_CACHE"] = tempfile.mkdtemp(prefix="nemo_like-")  # no rate
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.said import logs  # noqa: E402, F401
 from tests.selection import pytest_collection_modifyitems  # noqa: E402, F401
 from tests_distributed.spawn import close_server  # noqa: E402
 

@@ -14,8 +14,7 @@ def hold_the_group() -> None:
     global held
     init_distributed("cpu")
     held = dist.group.WORLD
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
+    dist.all_reduce(torch.ones(1))
     shutdown()
     sys.setswitchinterval(10)  # no other thread gets the GIL from here on
     until = time.monotonic() + 0.1

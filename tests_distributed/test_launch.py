@@ -199,8 +199,7 @@ def test_two_ranks_hold_half_each_and_learn() -> None:
 
 @pytest.mark.long
 def test_a_loop_of_ones_own_writes_whole_weights(tmp_path: Path) -> None:
-    output = _output_of_example("training_loop.py", tmp_path / "weights.pt")
-    losses = [float(found) for found in STEP.findall(output)]
+    losses = [float(loss) for loss in STEP.findall(_output_of_example("training_loop.py", tmp_path / "weights.pt"))]
     assert len(losses) == 3 and losses[-1] < losses[0]
     state = torch.load(tmp_path / "weights.pt")
     assert type(state["model.embed_tokens.weight"]) is torch.Tensor

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing, parallelize, plan_for
-from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import (
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
@@ -231,14 +229,12 @@ def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: 
     assert_bitwise(step(model, **sample, seed=1), step(bare, **sample, use_cache=False, seed=1))
 
 
-def test_shared_models_fall_back_to_sub_modules_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_shared_models_fall_back_to_sub_modules_with_a_warning(logs: pytest.LogCaptureFixture) -> None:
     model = build_sharing("gemma4")
     layers = [layer.module for layer in find_layers(model)]
     kept = list(layers)
-    with caplog.at_level(logging.WARNING, "nemo_like"):
-        apply_selective_checkpointing_to_layers(model, layers, True)
-    assert "share keys and values" in caplog.text
+    apply_selective_checkpointing_to_layers(model, layers, True)
+    assert "share keys and values" in logs.text
     assert layers == kept
     for layer in layers:
         assert not is_checkpointed(layer.self_attn)

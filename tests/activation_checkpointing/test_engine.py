@@ -138,8 +138,8 @@ def test_the_llama_style_block_of_the_design_holds_13_53_units_where_the_parity_
     lse = 4 * heads * tokens
     held = held_after(lambda: checkpoint_region(block, x, policy=SelectivePolicy()), block, x)
     activations = (held - lse) / 2  # float32 to 2-byte numbers
-    units = 2.0 + activations / unit + lse / unit  # 2.0: the region's input, alive outside
-    assert units == pytest.approx(13.53, abs=0.005)
+    # 2.0: the region's input, alive outside
+    assert 2.0 + activations / unit + lse / unit == pytest.approx(13.53, abs=0.005)
     everything = held_after(lambda: run_region(block, (x,), {}, policy=SelectivePolicy(), early_stop=False), block, x)
     assert (everything - held) / 2 / unit == 2.0  # what the parity rule keeps besides
 
@@ -385,8 +385,7 @@ def test_nested_tuples_lists_and_dicts_of_tensors_are_saved_inputs():
     call = lambda run: lambda x: run(x, (cos, sin), options={"scale": [scale], "flag": True})  # noqa: E731
     x = torch.randn(3, 4)
     assert_bitwise(gradients(call(region(fn, FullPolicy())), holder, x), gradients(call(fn), holder, x))
-    xx = x.clone().requires_grad_()
-    y = call(region(fn, FullPolicy()))(xx)
+    y = call(region(fn, FullPolicy()))(x.clone().requires_grad_())
     cos.add_(1)
     with pytest.raises(RegionError, match="inputs was changed in place"):
         y.sum().backward()

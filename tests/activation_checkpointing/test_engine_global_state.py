@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing.engine.global_state import put_back, swi
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise, seeded
-from tests.models.blocks import LlamaBlock, checkpoint_region, gradients, region
+from tests.models.blocks import Layer, LlamaBlock, checkpoint_region, gradients, region
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy()}
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
@@ -189,19 +189,16 @@ def test_transformer_engines_attention_cache_is_that_of_forward(monkeypatch):
     assert seen == [None, None] and cache["backend"] == "fused"
 
 
-class Observed(nn.Module):
+def scaled(layer, x):
     """Delayed scaling, as FP8 recipes do it: this step's scale comes from earlier steps. While `on`, it is measured."""
+    scale = layer.amax.max()
+    if layer.on:
+        layer.amax.add_(x.detach().abs().max())
+    return (layer.linear(x / scale) + layer.amax[:4]).tanh() * x
 
-    def __init__(self, size=4):
-        super().__init__()
-        self.linear, self.on = nn.Linear(8, 8, bias=False), True
-        self.register_buffer("amax", torch.ones(size, 8))
 
-    def forward(self, x):
-        scale = self.amax.max()
-        if self.on:
-            self.amax.add_(x.detach().abs().max())
-        return (self.linear(x / scale) + self.amax[:4]).tanh() * x
+def observed(size=4):
+    return Layer(scaled, linear=nn.Linear(8, 8, bias=False), on=True, amax=nn.Buffer(torch.ones(size, 8)))
 
 
 def begin(module, number):
@@ -210,8 +207,8 @@ def begin(module, number):
 
 
 BUFFERS = {
-    "scale": (Observed, lambda module, number: None),
-    "scale that begins to change later": (Observed, begin),
+    "scale": (observed, lambda module, number: None),
+    "scale that begins to change later": (observed, begin),
     "statistics": (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), lambda module, number: None),
     "statistics after evaluation": (lambda: nn.BatchNorm1d(8), lambda module, number: module.train(number in (1, 2))),
 }
@@ -233,7 +230,7 @@ def test_buffers_that_forward_changes_are_not_changed_again_by_replay(case, poli
 
 
 def test_a_large_buffer_that_begins_to_change_later_is_an_error_once():
-    ours, x = Observed(4096), torch.randn(4, 8)
+    ours, x = observed(4096), torch.randn(4, 8)
     ours.on = False
     gradients(region(ours, FullPolicy()), ours, x)
     ours.on = True

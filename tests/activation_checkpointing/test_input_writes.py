@@ -92,8 +92,7 @@ def test_a_tensor_in_two_places_is_one_in_recomputation(policy: Policy, hooks: b
     twice, x = Layer(_attention, one=nn.Linear(D, D), other=nn.Linear(D, D), writes=writes), torch.randn(3, D)
     ours = region(twice, policy)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else contextlib.nullcontext():
-        found = gradients(lambda h: ours(h, h), twice, x)
-        assert_bitwise(found, gradients(lambda h: twice(h, h), twice, x))
+        assert_bitwise(gradients(lambda h: ours(h, h), twice, x), gradients(lambda h: twice(h, h), twice, x))
 
 
 LAYOUT_POLICIES = [FullPolicy(), SelectivePolicy()]
@@ -134,10 +133,9 @@ def _neighbours(layer: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", LAYOUT_POLICIES, ids=lambda p: type(p).__name__)
 def test_a_sparse_matrix_that_autograd_saves(policy: Policy, layout: str, place: str, changes: bool) -> None:
-    graphs = (LAYOUTS[layout](GRAPH) for _ in range(2))
     layer, bare = (
         Layer(_neighbours, up=nn.Linear(8, 8), changes=changes, graph=nn.Buffer(graph) if place == "buffer" else graph)
-        for graph in graphs
+        for graph in (LAYOUTS[layout](GRAPH) for _ in range(2))
     )
     bare.up.load_state_dict(layer.up.state_dict())
     x = torch.randn(6, 8)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from nemo_like._util import log
 from nemo_like._util.op_lookup import find_op, resolve_op
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
@@ -229,8 +228,7 @@ def _foreign_operators():
             library = torch.library.Library(namespace, "FRAGMENT")
             stack.callback(library._destroy)
             for schema in schemas:
-                name = schema.split("(")[0]
-                if find_op(f"{namespace}.{name}") is None:
+                if find_op(f"{namespace}.{schema.split('(')[0]}") is None:
                     library.define(schema)
         yield
 
@@ -405,16 +403,14 @@ def test_the_dense_flash_kernel_is_not_read_as_heads_first():
     assert table.flops(aten._flash_attention_forward.default, args, {}, None) == expected == 4 * B * H * S * S * D
 
 
-def test_decisions_are_logged_once_per_operator(caplog, monkeypatch):
-    log.forget_announcements()
+def test_decisions_are_logged_once_per_operator(logs, monkeypatch):
+    logs.set_level("INFO", "nemo_like")
     monkeypatch.setattr(policies, "_logs_decisions", True)
     decide = policies.SelectivePolicy().start()
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
-        for index in range(3):
-            for op in (aten.mm.default, aten.topk.default, aten.add.Tensor):
-                decide(op, index)
-    log.forget_announcements()
-    assert [record.getMessage().rsplit(": ", 2)[1:] for record in said(caplog, logging.INFO)] == [
+    for index in range(3):
+        for op in (aten.mm.default, aten.topk.default, aten.add.Tensor):
+            decide(op, index)
+    assert [record.getMessage().rsplit(": ", 2)[1:] for record in said(logs, logging.INFO)] == [
         ["aten.mm.default", "ALTERNATE"],
         ["aten.topk.default", "SAVE"],
         ["aten.add.Tensor", "RECOMPUTE"],

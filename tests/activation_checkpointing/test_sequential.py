@@ -17,7 +17,7 @@ from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
 from tests.checks import assert_bitwise, seeded
-from tests.models.blocks import DroppingBlock, Stack
+from tests.models.blocks import DroppingBlock, Layer, Stack
 
 
 def apply_sequential_checkpointing(model, layers, segments=None, **options):
@@ -67,31 +67,24 @@ def test_a_chain_keeps_the_inputs_of_its_segments(segments, dropout):
     assert segmented.state_dict().keys() == plain.state_dict().keys()
 
 
-class OwnLoop(Stack):
-    """Adds to the stream between layers, passes one tensor to several, changes one in place, and may skip a layer."""
-
-    def __init__(self) -> None:
-        super().__init__(DroppingBlock() for _ in range(4))
-        self.table = nn.Parameter(torch.randn(32))
-        self.skip: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.table.exp()
-        for index, layer in enumerate(self.layers):
-            if index == self.skip:
-                continue
-            x = layer(x, bias=bias if index % 2 else None)
-            if index == 1:
-                x = x * 2 + self.table[:8]
-            if index == 2:
-                x.add_(1)
-        return x
+def own_loop(model, x: torch.Tensor) -> torch.Tensor:
+    """Add to the stream between layers, pass one tensor to several, change one in place, and skip a layer if asked to."""
+    bias = model.table.exp()
+    for index, layer in enumerate(model.layers):
+        if index == model.skip:
+            continue
+        x = layer(x, bias=bias if index % 2 else None)
+        if index == 1:
+            x = x * 2 + model.table[:8]
+        if index == 2:
+            x.add_(1)
+    return x
 
 
 @pytest.mark.parametrize("skip", [None, 0, 2, 3])
 def test_what_happens_between_the_layers_is_kept_not_replayed(skip):
-    plain = seeded(OwnLoop)
-    plain.skip = skip
+    layers, table = seeded(nn.ModuleList, (DroppingBlock() for _ in range(4))), nn.Parameter(torch.randn(32))
+    plain = Layer(own_loop, layers=layers, table=table, skip=skip)
     segmented = copy.deepcopy(plain)
     apply_sequential_checkpointing(segmented, list(segmented.layers), 1)
     for _ in range(2):

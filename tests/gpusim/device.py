@@ -487,68 +487,67 @@ class _Guard(torch._C._acc.DeviceGuard):
 def _module(device: Device) -> Any:
     """Return what `torch.gpusim` is: as much of `torch.cuda` as there is."""
 
-    class module:
-        Stream, Event = streams.Stream, streams.Event
-        is_initialized = is_available = staticmethod(lambda: True)
-        _is_in_bad_fork = staticmethod(lambda: False)
-        current_device = staticmethod(lambda: 0)
-        device_count = staticmethod(lambda: 1)
-        reuse = staticmethod(lambda: device.reuse())
-        get_device_name = staticmethod(lambda place=None: "a simulated device")
-        set_device = staticmethod(lambda index: None)
-        device = staticmethod(lambda place: contextlib.nullcontext())
-        synchronize = staticmethod(lambda place=None: host.synchronize())
-        stream = staticmethod(host.on)
-        current_stream = staticmethod(lambda place=None: host.streams[host.current])
-        default_stream = staticmethod(lambda place=None: host.streams[0])
-        get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
-        get_rng_state = staticmethod(lambda place=None: device.random.clone())
-        max_memory_allocated = staticmethod(lambda place=None: device.memory.peak["allocated"])
-        memory_reserved = staticmethod(lambda place=None: device.memory.now["reserved"])
-        max_memory_reserved = staticmethod(lambda place=None: device.memory.peak["reserved"])
-        mem_get_info = staticmethod(
-            lambda place=None: (device.memory.size - device.memory.now["reserved"], device.memory.size)
-        )
-        get_device_properties = staticmethod(
-            lambda place=None: types.SimpleNamespace(
-                name="a simulated device", total_memory=device.memory.size, major=9, minor=0
-            )
-        )
+    def set_rng_state(state: torch.Tensor, place: Any = None) -> None:
+        device.random = state.clone()
 
-        @staticmethod
-        def set_rng_state(state: torch.Tensor, place: Any = None) -> None:
-            device.random = state.clone()
+    def manual_seed(seed: int) -> None:
+        device.random = torch.Generator().manual_seed(seed).get_state()
 
-        @staticmethod
-        def manual_seed_all(seed: int) -> None:
-            device.random = torch.Generator().manual_seed(seed).get_state()
+    def memory_stats(place: Any = None) -> dict[str, int]:
+        device.settle()
+        memory = device.memory
+        stats = dict(memory.count)
+        for name in ("allocated", "reserved", "requested"):
+            stats[f"{name}_bytes.all.current"] = memory.now[name]
+            stats[f"{name}_bytes.all.peak"] = memory.peak[name]
+        return stats
 
-        manual_seed = manual_seed_all
+    def memory_allocated(place: Any = None) -> int:
+        device.settle()
+        return device.memory.now["allocated"]
 
-        @staticmethod
-        def memory_stats(place: Any = None) -> dict[str, int]:
-            device.settle()
-            memory = device.memory
-            stats = dict(memory.count)
-            for name in ("allocated", "reserved", "requested"):
-                stats[f"{name}_bytes.all.current"] = memory.now[name]
-                stats[f"{name}_bytes.all.peak"] = memory.peak[name]
-            return stats
+    def reset_peak_memory_stats(place: Any = None) -> None:
+        device.settle()
+        device.memory.peak = device.memory.now.copy()
 
-        @staticmethod
-        def memory_allocated(place: Any = None) -> int:
-            device.settle()
-            return device.memory.now["allocated"]
+    def empty_cache() -> None:
+        device.settle()
+        device.memory.empty_cache()
 
-        @staticmethod
-        def reset_peak_memory_stats(place: Any = None) -> None:
-            device.settle()
-            device.memory.peak = device.memory.now.copy()
-
-        @staticmethod
-        def empty_cache() -> None:
-            device.settle()
-            device.memory.empty_cache()
+    module = types.ModuleType(f"torch.{NAME}")
+    vars(module).update(
+        Stream=streams.Stream,
+        Event=streams.Event,
+        is_initialized=lambda: True,
+        is_available=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        reuse=lambda: device.reuse(),
+        get_device_name=lambda place=None: "a simulated device",
+        set_device=lambda index: None,
+        device=lambda place: contextlib.nullcontext(),
+        synchronize=lambda place=None: host.synchronize(),
+        stream=host.on,
+        current_stream=lambda place=None: host.streams[host.current],
+        default_stream=lambda place=None: host.streams[0],
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        get_rng_state=lambda place=None: device.random.clone(),
+        set_rng_state=set_rng_state,
+        manual_seed=manual_seed,
+        manual_seed_all=manual_seed,
+        memory_stats=memory_stats,
+        memory_allocated=memory_allocated,
+        max_memory_allocated=lambda place=None: device.memory.peak["allocated"],
+        memory_reserved=lambda place=None: device.memory.now["reserved"],
+        max_memory_reserved=lambda place=None: device.memory.peak["reserved"],
+        mem_get_info=lambda place=None: (device.memory.size - device.memory.now["reserved"], device.memory.size),
+        reset_peak_memory_stats=reset_peak_memory_stats,
+        empty_cache=empty_cache,
+        get_device_properties=lambda place=None: types.SimpleNamespace(
+            name="a simulated device", total_memory=device.memory.size, major=9, minor=0
+        ),
+    )
     return module
 
 

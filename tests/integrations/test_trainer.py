@@ -300,8 +300,7 @@ def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
 
 def _right_tokens(prediction: Any) -> dict[str, float]:
     """Token accuracy, as people compute it from whole logits."""
-    right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-    return {"accuracy": float(right.mean())}
+    return {"accuracy": float((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).mean())}
 
 
 @pytest.mark.few(1)

@@ -406,8 +406,7 @@ def test_found_layers_never_overlap_and_keep_their_names(tree: nn.Module) -> Non
     with torch.device("meta"):
         model = Holder(body=tree)
     found = find_layers(model)
-    inside = Counter(id(part) for layer in found for part in layer.module.modules())
-    assert max(inside.values()) == 1
+    assert max(Counter(id(part) for layer in found for part in layer.module.modules()).values()) == 1
     assert all(model.get_submodule(layer.fqn) is layer.module for layer in found)
     covered = {id(part) for layer in found for part in layer.module.modules()}
     assert all(id(part) in covered for part in model.modules() if isinstance(part, Block))

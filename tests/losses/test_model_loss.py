@@ -1,7 +1,6 @@
 """`model(**batch).loss` in chunks is what it was: values, gradients, outputs, and what is said of the plain path."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like._util.log import forget_announcements
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
 from tests.checks import assert_bitwise, assert_near, gradients_of, seeded
@@ -41,10 +39,9 @@ def same(ours, theirs):
 
 
 @pytest.fixture
-def said(caplog):
-    forget_announcements()
-    caplog.set_level(logging.INFO, "nemo_like")
-    return lambda: [record.message for record in caplog.records if "loss='chunked'" in record.message]
+def said(logs):
+    logs.set_level("INFO", "nemo_like")
+    return lambda: [record.message for record in logs.records if "loss='chunked'" in record.message]
 
 
 @pytest.mark.parametrize("name", CHUNKED)

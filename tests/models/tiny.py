@@ -42,7 +42,10 @@ def labelled(ids: Tensor) -> dict[str, Tensor]:
 
 
 class Block(nn.Module):
-    """Norm and a two-matmul MLP on a residual, dropout behind both matmuls: (..., width) to the same."""
+    """Norm and a two-matmul MLP on a residual, dropout behind both matmuls: (..., width) to the same.
+
+    parts: what else it has by these names: modules, parameters, plain values.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,14 @@ class Block(nn.Module):
         norm: bool = True,
         act: Callable[[Tensor], Tensor] = torch.relu,
         dropout: float = 0.0,
+        **parts: Any,
     ):
         super().__init__()
         self.norm = nn.LayerNorm(width) if norm else nn.Identity()
         self.up, self.down = nn.Linear(width, wide or 2 * width), nn.Linear(wide or 2 * width, width)
         self.act, self.dropout = act, dropout
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x + self.drop(self.down(self.drop(self.act(self.up(self.norm(x))))))

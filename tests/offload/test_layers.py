@@ -213,8 +213,7 @@ def test_twice_is_refused_and_none_is_nothing() -> None:
     model = stack_of(lambda x, scale: x * scale, count=2)
     assert apply_offloading(model, list(model.layers), "none").config.mode == "none"
     assert not any("forward" in vars(m) for m in model.modules())
-    first = apply_offloading(model, list(model.layers), "all")
-    assert offloader_of(model) is first
+    assert apply_offloading(model, list(model.layers), "all") is offloader_of(model)
     with pytest.raises(ValueError, match="has offloading already"):
         apply_offloading(model, list(model.layers), "all")
 

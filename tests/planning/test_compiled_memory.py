@@ -64,8 +64,7 @@ def test_a_compiled_step_peaks_as_planned(ac: str) -> None:
         levels = cpu_events(train)
     weights = sum(p.nbytes for p in model.parameters())
     before = sum(t.nbytes for t in (kept[0].loss, kept[0].logits))
-    counted = weights + max(levels) + before
-    assert counted == pytest.approx(planned.total, rel=0.02)
+    assert weights + max(levels) + before == pytest.approx(planned.total, rel=0.02)
     if ac == "none":
         assert planned.total < eager.total
 

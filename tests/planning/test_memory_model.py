@@ -169,8 +169,8 @@ def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
     assert not alone.stages[0].sharding.on and replicas.stages[0].sharding.on
     none = [parts_at_peak(query, 0, query.uniform("full")) for query in (alone, replicas)]
     assert "reduce buffers" not in none[0] and none[1]["reduce buffers"] > 0
-    apart = _query(dp_replicate=2, world_size=2, strategy="ddp")
-    assert not apart.stages[0].sharding.on  # nobody shards: a single device, or DDP
+    # Nobody shards: a single device, or DDP.
+    assert not _query(dp_replicate=2, world_size=2, strategy="ddp").stages[0].sharding.on
 
 
 def test_one_rank_gathers_into_no_buffer() -> None:
@@ -219,8 +219,7 @@ def test_a_whole_model_in_mixed_precision_fits_its_plan(
 ) -> None:
     options = dict(precision=precision, device="cpu", sample_input=_batch())
     expected = step(parallelize(build(name), "single", "none", **options), seed=3, **_batch())
-    model = parallelize(build(name), "single", budget, **options)
-    found = step(model, seed=3, **_batch())
+    found = step(parallelize(build(name), "single", budget, **options), seed=3, **_batch())
     assert not said(logs), "each region runs the operators of its plan"
     assert_bitwise(found, expected)
 

@@ -156,5 +156,4 @@ def test_gradients_and_statistics_under_a_budget(name: str, ac: str):
 @pytest.mark.parametrize(("name", "steers"), [("Twice", [True, False]), ("Once", [False]), ("Instance", [True, True])])
 def test_only_calls_whose_statistics_are_read_again_are_always_recomputed(name: str, steers: list[bool]):
     trace = traced_block(_stack(name)[0], torch.rand(8, 8, requires_grad=True))
-    norms = [op for op in trace.ops if "batch_norm" in str(op.op)]
-    assert [op.steers for op in norms] == steers
+    assert [op.steers for op in trace.ops if "batch_norm" in str(op.op)] == steers

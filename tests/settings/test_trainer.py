@@ -121,8 +121,7 @@ def test_a_dump_has_no_unknown_defaults(
     args = getattr(pytest.importorskip(library), kind)(output_dir=str(tmp_path / "out"), use_cpu=True, **asked)
     settings = _read(tmp_path, **json.loads(args.to_json_string()))
     assert settings.not_understood == ()
-    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32")
-    assert _values(settings) == usual | values
+    assert _values(settings) == dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32") | values
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,6 @@ AUX: list[torch.Tensor] = []
 class Aux(Block):
     """Keeps a loss of what it computes, or of its weight, on itself, or in a list of this file."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.kept = where, None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
         loss = self.up.weight.square().sum() if self.where == "weight" else y.square().mean()
@@ -120,7 +116,7 @@ class Aux(Block):
 
 
 def _with_aux(where: str) -> nn.Module:
-    return seeded(lambda: Stack(Aux(where) for _ in range(3)))
+    return seeded(lambda: Stack(Aux(where=where, kept=None) for _ in range(3)))
 
 
 def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import ContextParallel, parallelize
-from nemo_like._util.log import forget_announcements
 from nemo_like.distributed import documents
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.options import PipelineParallel
@@ -175,15 +173,12 @@ def padded_on_the_left(first: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_padding_on_the_left_is_no_document(mode: str, first: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_on_the_left_is_no_document(mode: str, first: int, logs: pytest.LogCaptureFixture) -> None:
     """To the bit what the original model trains: no label is dropped, and nothing is said of packing."""
-    forget_announcements()
+    logs.set_level("INFO", "nemo_like")
     inputs, whole = padded_on_the_left(first), build("llama")
-    expected = step(copy.deepcopy(whole), inputs)
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
-        found = step(parallelize(whole, "single", mode), inputs)
-    assert_bitwise(found, expected)
-    assert "position_ids" not in caplog.text
+    assert_bitwise(step(copy.deepcopy(whole), inputs), step(parallelize(whole, "single", mode), inputs))
+    assert "position_ids" not in logs.text
 
 
 @on_ranks(2)
@@ -213,33 +208,29 @@ def test_transformers_looks_for_documents_where_nobody_knows_them(
     assert len(seen) == looks and not documents._are_known.get()
 
 
-def test_packing_that_positions_show_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
+def test_packing_that_positions_show_is_said_once(logs: pytest.LogCaptureFixture) -> None:
+    logs.set_level("INFO", "nemo_like")
     model = parallelize(build("llama"), "single", "none")
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
-        for form in ("numbers", "cu_seqlens"):  # where the caller says it, there is nothing to say
-            model(**packed(form))
-    assert "packed documents" not in caplog.text
+    for form in ("numbers", "cu_seqlens"):  # where the caller says it, there is nothing to say
+        model(**packed(form))
+    assert "packed documents" not in logs.text
     model = parallelize(build("llama"), "single", "none")
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
+    for _ in range(2):
         model(**packed("positions"))
-        model(**packed("positions"))
-    assert caplog.text.count("the row is packed documents") == 1
+    assert logs.text.count("the row is packed documents") == 1
 
 
-def test_positions_beside_a_mask_are_positions_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_positions_beside_a_mask_are_positions_and_that_is_said_once(logs: pytest.LogCaptureFixture) -> None:
     """As transformers reads them: the row is one document."""
-    forget_announcements()
+    logs.set_level("INFO", "nemo_like")
     rows = packed("positions")
     rows |= {"attention_mask": torch.ones_like(rows["input_ids"])}
     whole = build("llama")
     expected = step(copy.deepcopy(whole), rows)
     model = parallelize(whole, "single", "none")
-    with caplog.at_level(logging.INFO, logger="nemo_like"):
-        found = step(model, rows)
-        step(model, rows)
-    assert_bitwise(found, expected)
-    assert caplog.text.count("the row is one document") == 1
+    for _ in range(2):
+        assert_bitwise(step(model, rows), expected)
+    assert logs.text.count("the row is one document") == 1
 
 
 def test_a_loss_that_counts_a_document_s_first_label_is_refused() -> None:

@@ -27,6 +27,7 @@ from nemo_like.layers import find_layers
 from tests.checks import assert_bitwise, gradients_of, on_meta, seeded, update, weights_of, whole
 from tests.models import decoders, kv_shared, tiny
 from tests.models.adapted import with_lora
+from tests.models.blocks import Layer
 from tests.models.tiny import Headed as Net
 from tests_distributed.spawn import on_ranks
 
@@ -34,8 +35,8 @@ Step = Callable[[nn.Module, int], Any]
 
 
 class Block(tiny.Block):
-    def __init__(self) -> None:
-        super().__init__(8)
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(8, **parts)
 
 
 class Branch(Net):
@@ -53,8 +54,7 @@ class Adapted(Block):
     """An adapter for each language in each layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.adapters = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"})
+        super().__init__(adapters=nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"}))
 
     def forward(self, x: torch.Tensor, language: str = "a", *_: Any) -> torch.Tensor:
         return super().forward(x) + self.adapters[language](x)
@@ -289,9 +289,7 @@ class Written(Block):
     way = "copy"
 
     def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        self.register_buffer("ready", torch.zeros(()))
+        super().__init__(scale=nn.Parameter(torch.ones(2)), ready=nn.Buffer(torch.zeros(())))
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         if not self.ready:
@@ -354,8 +352,7 @@ class Clamped(Block):
     """Writes through ``.data``: its scale from the third call on, by a method of a child, and by a hook."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.scale = 0, nn.Parameter(torch.ones(2))
+        super().__init__(calls=0, scale=nn.Parameter(torch.ones(2)))
         self.up.register_forward_pre_hook(functools.partial(_clamp, 0.05))
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -496,8 +493,7 @@ def test_functional_call_of_a_sharded_layer_is_refused(rank: int, world: int) ->
 
 class Marked(Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.zeros(8))
+        super().__init__(decay=nn.Parameter(torch.zeros(8)))
         self.decay._no_weight_decay = True  # type: ignore[attr-defined]
         self.up.weight.infshape = ("width", 16)  # type: ignore[assignment]
 
@@ -646,28 +642,23 @@ def test_encoder_decoders_generate_between_steps(rank: int, world: int, kind: st
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-class Fourier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes = nn.Parameter(torch.randn(8, 8, 3, dtype=torch.cfloat) / 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        modes = torch.einsum("fi,iof->fo", torch.fft.rfft(x.float(), dim=0)[:3], self.modes)
-        return torch.fft.irfft(modes, n=4, dim=0)  # in float32
+def _fourier(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    modes = torch.einsum("fi,iof->fo", torch.fft.rfft(x.float(), dim=0)[:3], layer.modes)
+    return torch.fft.irfft(modes, n=4, dim=0)  # in float32
 
 
 class Spectral(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fourier = Fourier()
-
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         return super().forward(x) + self.fourier(self.norm(x))
 
 
+def _spectral() -> nn.Module:
+    return Spectral(fourier=Layer(_fourier, modes=nn.Parameter(torch.randn(8, 8, 3, dtype=torch.cfloat) / 3)))
+
+
 @on_ranks(2)
 def test_bfloat16_with_complex_weights_and_layers_that_return_float32(rank: int, world: int) -> None:
-    original, model = both(lambda: Net(Spectral), ac="full", precision="bf16")
+    original, model = both(lambda: Net(_spectral), ac="full", precision="bf16")
     for each in (original, model):
         each(batch()).float().square().mean().backward()
     ours, wanted = gradients(model), gradients(original, mean=True)
@@ -678,15 +669,9 @@ def test_bfloat16_with_complex_weights_and_layers_that_return_float32(rank: int,
     assert wanted["blocks.0.fourier.modes"].imag.norm() > 0
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.rnn = kind(8, 8, batch_first=True)
-
-    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-        return x + self.rnn(x[None])[0][0]
-
-
 @on_ranks(2)
 def test_recurrent_layers_under_sequential(rank: int, world: int) -> None:
-    train(lambda: Net(lambda: Recurrent(nn.LSTM)), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")
+    def recurrent() -> nn.Module:
+        return Layer(lambda layer, x, *_: x + layer.rnn(x[None])[0][0], rnn=nn.LSTM(8, 8, batch_first=True))
+
+    train(lambda: Net(recurrent), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")

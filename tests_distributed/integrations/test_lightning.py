@@ -97,8 +97,7 @@ def test_fabric(tmp_path: Path) -> None:
     expected = run_ranks(2, _fabric, str(tmp_path / "bare"), None, init_group=False)
     assert len(expected[0][0]) == 2 * STEPS and any("layers.0" in name for name in expected[0][2])
     for settings in (dict(ac="selective"), dict(ac="full", offload="boundary")):
-        folder = tmp_path / str(settings["ac"])
-        _same(run_ranks(2, _fabric, str(folder), settings, init_group=False), expected)
+        _same(run_ranks(2, _fabric, str(tmp_path / str(settings["ac"])), settings, init_group=False), expected)
     chunked = run_ranks(2, _fabric, str(tmp_path / "loss"), dict(ac="full", loss="chunked"), init_group=False)
     for (losses, *_), (theirs, *_) in zip(chunked, expected, strict=True):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=1e-4, atol=0)

@@ -337,8 +337,7 @@ def test_four_stages_are_saved_and_loaded_into_two(tmp_path: Path) -> None:
 def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
-    empty = on_meta(MODELS["llama"]).float().train()
-    pipeline = _staged(empty, batch, schedule, ac="selective")
+    pipeline = _staged(on_meta(MODELS["llama"]).float().train(), batch, schedule, ac="selective")
     with pytest.raises(ValueError, match="a state_dict or from a checkpoint: give one of the two"):
         pipeline.materialize()
     assert pipeline.materialize(checkpoint=folder) is pipeline

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import parallelize
-from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.fake_rank import SAME, DryRun, dry_run
 from nemo_like.job import Job
@@ -259,7 +258,7 @@ def test_few_layers_say_what_all_of_them_take(family: str, layers: int, asked: d
 
 
 @pytest.mark.long
-def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_layers_run_where_few_do_not_grow_evenly(logs: pytest.LogCaptureFixture) -> None:
     class Wide(nn.Module):
         """Its output is as wide as the square of its number of layers."""
 
@@ -271,11 +270,10 @@ def test_all_layers_run_where_few_do_not_grow_evenly(caplog: pytest.LogCaptureFi
             real = sum(any(p.requires_grad for p in layer.parameters()) for layer in self.layers)
             return torch.cat([in_turn(self.layers, x)] * real**2)
 
-    forget_announcements()
+    logs.set_level("INFO", "nemo_like")
     job, sample = Job.of(ac="none", world_size=2), torch.zeros(64, 8)
-    with caplog.at_level("INFO", logger="nemo_like"):
-        found = dry_run(Wide(), job, sample)
-    assert "Few layers do not tell the bytes of all" in caplog.text
+    found = dry_run(Wide(), job, sample)
+    assert "Few layers do not tell the bytes of all" in logs.text
     assert found.peak_bytes == dry_run(Wide(), job, sample, layers=None).peak_bytes
 
 

@@ -128,8 +128,8 @@ def test_a_summary_that_finds_no_room_is_said_after_the_result(
 
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(base: list[str]) -> None:
-    codes = run_ranks(1, run_main, [*base, "--checkpoint-dir", "/proc/run"], init_group=False)  # not even root may
-    assert codes == [2]
+    # Not even root may.
+    assert run_ranks(1, run_main, [*base, "--checkpoint-dir", "/proc/run"], init_group=False) == [2]
 
 
 def _ranks(rank: int, world_size: int) -> Ranks:

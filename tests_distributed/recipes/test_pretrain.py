@@ -276,8 +276,7 @@ def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: P
 
 def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str], tmp_path: Path):
     line = f"--lr 1e30 --clip 0 --warmup-steps 0 --checkpoint-dir {tmp_path / 'run'}"
-    arguments = [*base, *SAVED, *line.split()]
-    assert run_ranks(2, run_main, arguments, init_group=False) == [2, 2]
+    assert run_ranks(2, run_main, [*base, *SAVED, *line.split()], init_group=False) == [2, 2]
     assert list((tmp_path / "run").iterdir()) == []
 
 

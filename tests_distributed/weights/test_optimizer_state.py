@@ -54,8 +54,7 @@ def _build(seed: int, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, use: bool = True) -> float:
-    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
-    loss = backward(model(inputs, use))
+    loss = backward(model(torch.randn(4, 8, generator=torch.Generator().manual_seed(batch)), use))
     update(optimizer)
     return loss.item()
 
