@@ -209,7 +209,7 @@ def _levels_of_all(
     """
 
     def without(more: Repeats | None = None) -> dict[str, BlockKind]:
-        calls = [traced.calls[at] for each in stretches for at in each.left_out(kept + (each is more))]
+        calls = [traced.calls[at] for stretch in stretches for at in stretch.left_out(kept + (stretch is more))]
         return {call.fqn: traced.kinds[call.kind] for call in calls}
 
     levels = short = run(without())
@@ -289,7 +289,7 @@ def _loop(
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[], None]:
     """Forward and backward of a step as in `loop`. `around`: the context that they run in."""
-    kept: list[Any] = []
+    outputs: list[Any] = []
 
     def go() -> None:
         for number in range(loop.microbatches):
@@ -298,7 +298,7 @@ def _loop(
             with around():
                 ledger.phase = "forward"
                 output = model(*args, **kwargs)
-                kept[:] = [output] if loop.keeps_output else []
+                outputs[:] = [output] if loop.keeps_output else []
                 loss = loss_of(output, loop.loss_fn)
                 del output
                 ledger.phase = "backward"

@@ -239,24 +239,24 @@ class Job:
             TypeError: an unknown name, or keywords together with a `Job`.
             ValueError, TypeError: as `Job`.
         """
-        given: dict[str, Any] = dict(zip(("strategy", "ac"), positional, strict=False)) | dict(asked)
-        for name in given:
+        values: dict[str, Any] = dict(zip(("strategy", "ac"), positional, strict=False)) | dict(asked)
+        for name in values:
             if name not in KEYWORDS:
                 hint = f" Did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, KEYWORDS)
                 raise TypeError(
                     f"parallelize() and Job.of() have no keyword {name!r}."
                     + (hint or f" They have {', '.join(KEYWORDS)}.")
                 )
-        job = given.get("strategy")
+        job = values.get("strategy")
         if isinstance(job, Job):
-            other = next((name for name in given if name != "strategy"), None)
+            other = next((name for name in values if name != "strategy"), None)
             if other is not None:
                 raise TypeError(f"{other}= was given together with a Job; write job.change({other}=...).")
             return job
-        optimizer = given.pop("optimizer", None)
+        optimizer = values.pop("optimizer", None)
         if optimizer is not None:
-            given["step"] = StepSpec.of(given.get("step"), optimizer)
-        return cls(**given, asked=frozenset(given))
+            values["step"] = StepSpec.of(values.get("step"), optimizer)
+        return cls(**values, asked=frozenset(values))
 
     def __hash__(self) -> int:
         axes = (self.world_size, *_sizes(self).values(), self.ep.size, self.step.microbatches, self.step.optimizer)
@@ -356,8 +356,8 @@ class Job:
         words = [f"{name}={text}" for name, text in self.words(plan).items()]
         if sample is not None:
             words.append(f"sample_input={sample}")
-        made = model if self.pp.size == 1 else "pipeline"
-        return f"{made} = parallelize({', '.join([model, *words])})"
+        result = model if self.pp.size == 1 else "pipeline"
+        return f"{result} = parallelize({', '.join([model, *words])})"
 
     def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
         """Return `strategy`, `ac` and the fields that differ from the defaults, as code by keyword; `machine`: also

@@ -334,7 +334,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
             job.tp.plan,
             sequence_parallel=job.tp.sequence_parallel,
             loss_parallel=job.tp.loss_parallel,
-            whole=[each.fqn for each in experts],
+            whole=[expert.fqn for expert in experts],
             ends=ends_of(model),
         )
     if ranks is not None and job.cp.size > 1:
@@ -343,7 +343,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     if ranks is not None and job.ep.size > 1:  # a stage without experts, too: making process groups takes every rank
         expert_mesh = make_expert_mesh(ranks, job.ep.size)
         split_experts(model, experts, expert_mesh)
-        specs = keep_routing(specs, [each.fqn for each in experts])
+        specs = keep_routing(specs, [expert.fqn for expert in experts])
     apply_specs(model, specs, compile=job.compile is not None)
     if not specs and not kv_sharing.needs_cache(model):
         # As with checkpointing: a cache of keys and values takes memory that no plan has, and training never reads it.
@@ -398,7 +398,7 @@ def _shard(
     expert_mesh: ExpertMesh | None,
 ) -> None:
     """FSDP2 over the layers `names`, the rest of the model, and the experts over the ranks that hold the same ones."""
-    apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
+    apart, policy = [weight for expert in experts for weight in expert.weights], job.precision.policy
     plan = shard_layers(
         model,
         find_layers(model, names),
@@ -410,8 +410,8 @@ def _shard(
     )
     if expert_mesh is not None:
         shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
-        chain_prefetch(model, plan, job.fsdp, [each.module for each in experts])
-        guard_units(model, [(each.module, each.fqn) for each in experts], mesh_groups(expert_mesh.fsdp))
+        chain_prefetch(model, plan, job.fsdp, [expert.module for expert in experts])
+        guard_units(model, [(expert.module, expert.fqn) for expert in experts], mesh_groups(expert_mesh.fsdp))
     guard_shards(model)
     if job.precision.matmuls == "fp8-gather":
         scale_before_forward(model)

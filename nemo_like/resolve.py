@@ -92,7 +92,7 @@ def check_axes(
         )
     if mesh is not None and job.fsdp is not None and job.ep.size > 1:
         experts = check_experts(model, mesh, job.ep, may_lack=job.pp.size == 1)
-    whole = [each.fqn for each in experts]
+    whole = [expert.fqn for expert in experts]
     if mesh is not None and job.fsdp is not None and job.tp.size > 1:
         check_packed_weights(model, mesh, job.tp.plan, whole, job.fsdp)
     if job.cp.size > 1:

@@ -147,8 +147,8 @@ def names_in_model(model: Any, names: Mapping[str, list[str]], stored: Collectio
     """
     rename, order = (_inside(_LOADING, name) for name in ("rename_source_key", "dot_natural_key"))
     transforms = _inside("conversion_mapping", "get_model_conversion_mapping")(model)
-    converters = [each for each in transforms if isinstance(each, _inside(_LOADING, "WeightConverter"))]
-    renamings = [each for each in transforms if each not in converters]
+    converters = [transform for transform in transforms if isinstance(transform, _inside(_LOADING, "WeightConverter"))]
+    renamings = [transform for transform in transforms if transform not in converters]
     renamed: dict[str, list[str]] = {}
     sources: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(stored, key=order):
@@ -161,18 +161,20 @@ def names_in_model(model: Any, names: Mapping[str, list[str]], stored: Collectio
             sources.setdefault(name, []).append((pattern, key))
 
     def converter_of(name: str) -> Any:
-        return deepcopy(next(each for each in converters if sources[name][0][0] in each.source_patterns))
+        return deepcopy(next(converter for converter in converters if sources[name][0][0] in converter.source_patterns))
 
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         converter = converter_of(name)
         for pattern, key in sources[name]:
             converter.add_tensor(name, key, pattern, read(key))
-        made = converter.convert(name, model=model, config=model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+        converted = converter.convert(name, model=model, config=model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
     def parts(name: str) -> Sequence[Sequence[str]]:
         converter = converter_of(name)
-        first, *rest = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+        first, *rest = [
+            (type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations
+        ]
         if first != ("MergeModulelist", 0) or any(each != ("Concatenate", 1) for each in rest):
             return ()
         return list(

@@ -144,7 +144,7 @@ def _hint(parts: list[str]) -> str:
     packet = _packet(parts[0], parts[1]) if len(parts) > 1 else None
     if packet is not None:
         return f" {packet} has the overloads {', '.join(packet.overloads())}."
-    known = [name.replace("::", ".") for name in registered_ops()]
+    op_names = [name.replace("::", ".") for name in registered_ops()]
     wanted = ".".join(parts[:2]) if len(parts) > 1 else f"aten.{parts[0]}"
-    near = get_close_matches(wanted, known, n=3)
+    near = get_close_matches(wanted, op_names, n=3)
     return f" Did you mean {', '.join(repr(name) for name in near)}?" if near else ""

@@ -89,7 +89,7 @@ class Options:
 # --- from a command line or a file ------------------------------------------------------------------------------------
 
 
-def options_of(kind_of_options: type[Options]) -> dict[str, dict[str, Any]]:
+def arguments_of(kind_of_options: type[Options]) -> dict[str, dict[str, Any]]:
     """Return ``--config`` and each option for a `HelpParser`; one that is not given is left out of the namespace."""
     help_ = "YAML file with the same options, by name; both spellings"
     options: dict[str, dict[str, Any]] = {"--config": {"action": _FromFile, "metavar": "FILE", "help": help_}}
@@ -108,7 +108,7 @@ def options_of(kind_of_options: type[Options]) -> dict[str, dict[str, Any]]:
 
 
 def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespace) -> AnyOptions:
-    """The options that a parser with `options_of` them has read.
+    """The options that a parser with the arguments of `arguments_of` has read.
 
     Raises:
         ValueError: a wrong one.
@@ -125,7 +125,7 @@ def parse_options(kind_of_options: type[AnyOptions], arguments: Sequence[str] | 
     """
     program = f"python -m nemo_like.recipes.{kind_of_options.job_name}"
     parser = HelpParser(prog=program, purpose=kind_of_options.purpose, lines=kind_of_options.examples)
-    parser.add_options(options_of(kind_of_options))
+    parser.add_options(arguments_of(kind_of_options))
     try:
         return read_options(kind_of_options, parser.parse_args(arguments))
     except (ValueError, TypeError, ImportError) as error:
@@ -143,13 +143,15 @@ class _FromFile(argparse.Action):
             raise ValueError(f"--config {values}: {' '.join(str(error).split())}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"--config {values} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
-        before, known = dict(vars(namespace)), parser.option_names()
+        before, option_names = dict(vars(namespace)), parser.option_names()
         words = []
         for key, value in loaded.items():
             name = str(key).replace("-", "_")
-            if name not in known:
-                raise ValueError(f"--config {values} has {key!r}, which is not an option.{did_you_mean(name, known)}")
-            off = value is None or (value is False and f"no_{name}" not in known)
+            if name not in option_names:
+                raise ValueError(
+                    f"--config {values} has {key!r}, which is not an option.{did_you_mean(name, option_names)}"
+                )
+            off = value is None or (value is False and f"no_{name}" not in option_names)
             words += [] if off else [as_flag(name, value) if isinstance(value, bool) else f"{flag(name)}={value}"]
         parser.parse_args(words, namespace)
         vars(namespace).update(before)

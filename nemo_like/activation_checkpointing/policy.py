@@ -276,17 +276,17 @@ def _as_decision(item: Decision | str) -> Decision:
 
 
 def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
-    known = table.facts(op)
-    if not known.tracked:
+    op_facts = table.facts(op)
+    if not op_facts.tracked:
         raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
-    if SKIP in row and known.random and not known.attention:  # whether attention draws, only its calls show
+    if SKIP in row and op_facts.random and not op_facts.attention:  # whether attention draws, only its calls show
         raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
-    if SKIP in row and known.exchange:
+    if SKIP in row and op_facts.exchange:
         raise ValueError(
             f"DecisionTable skips {op}, which all ranks send or none: a rank whose call fits the table less well than the "
             "others' would recompute it alone. Use SAVE, HOST or RECOMPUTE."
         )
-    if known.pinned and not set(row) <= {SAVE, HOST}:
+    if op_facts.pinned and not set(row) <= {SAVE, HOST}:
         raise ValueError(
             f"DecisionTable does not keep {op}, which must not run twice (its second result may differ, or all ranks "
             "would have to join in): use SAVE or HOST."
@@ -340,15 +340,15 @@ class _LenientRun(_TableRun):
         self._kernel = kernel  # The attention kernel whose row counts for all of them.
 
     def __call__(self, op: Op, index: int) -> Decision:
-        known = table.facts(op)
-        if known.attention and self._kernel is not None:
+        op_facts = table.facts(op)
+        if op_facts.attention and self._kernel is not None:
             op, index = self._kernel, self._counts.get(self._kernel, 0)
         row = self._rows.get(op)
         if row is None:
             return SAVE
         self._counts[op] = index + 1
         if index >= len(row):
-            return SAVE if known.pinned else RECOMPUTE
+            return SAVE if op_facts.pinned else RECOMPUTE
         return row[index]
 
     def finish(self) -> Misfit | None:

@@ -8,7 +8,7 @@ from nemo_like._util.console import flag
 from nemo_like.recipes.options import FinetuneOptions
 
 EXAMPLES = FinetuneOptions.examples
-OPTIONS = option_fields.options_of(FinetuneOptions)
+OPTIONS = option_fields.arguments_of(FinetuneOptions)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from nemo_like.presets import check_model_name
 from nemo_like.recipes.options import PretrainOptions
 
 EXAMPLES = PretrainOptions.examples
-OPTIONS = option_fields.options_of(PretrainOptions)
+OPTIONS = option_fields.arguments_of(PretrainOptions)
 
 
 def check(args: argparse.Namespace) -> None:

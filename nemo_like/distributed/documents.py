@@ -94,11 +94,11 @@ class PackedCalls:
         if main is None or given_cache((), (), arguments) is not None or len(args) > len(self._names):
             return None
         numbers = self._numbers(model, arguments, *main.shape[:2])
-        given = arguments.get("position_ids")
+        position_ids = arguments.get("position_ids")
         # Those that a model makes itself count its tokens, unless it makes them of ids or of pictures.
-        counts = given is None and not (self._counts_ids or self._streams)
+        counts = position_ids is None and not (self._counts_ids or self._streams)
         has_lengths = any(isinstance(arguments.get(name), Tensor) for name in _LENGTHS)
-        is_read = counts or _text_and_streams(given)[0] is not None
+        is_read = counts or _text_and_streams(position_ids)[0] is not None
         _are_known.set(numbers is not None or (is_read and not has_lengths))
         if numbers is None:
             return None

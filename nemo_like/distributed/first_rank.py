@@ -57,7 +57,7 @@ def first_rank(
                 tp.plan,
                 sequence_parallel=tp.sequence_parallel,
                 loss_parallel=tp.loss_parallel,
-                whole=[*whole, *(each.fqn for each in experts)],
+                whole=[*whole, *(expert.fqn for expert in experts)],
                 ends=ends,
             )
         if experts:

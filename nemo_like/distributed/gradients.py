@@ -82,9 +82,9 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module | Stages):
         parameters = parameters.parameters()
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    given = set(map(id, params))
-    stages = next((s for s in list(_PIPELINES) if any(id(param) in given for param in s.parameters())), None)
-    twice = set() if stages is None else given & set(map(id, stages.counted_elsewhere()))
+    param_ids = set(map(id, params))
+    stages = next((s for s in list(_PIPELINES) if any(id(param) in param_ids for param in s.parameters())), None)
+    twice = set() if stages is None else param_ids & set(map(id, stages.counted_elsewhere()))
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm}; it must be >= 0.")
@@ -231,19 +231,19 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
             f"input_ids are {shapes[0]} in the batch and {shapes[1]} in the sample: not (B, T) and (1, S)."
         )
     rows, length, more = *tokens.shape, extra.shape[1]
-    known = {_TOKENS, "labels", "attention_mask", "position_ids"}
+    names = {_TOKENS, "labels", "attention_mask", "position_ids"}
     of_tokens = {
         name for name, v in sample.items() if name.endswith(("_ids", "_mask")) and _of_shape(v)[:2] == (1, more)
     }
-    media = {name: value for name, value in sample.items() if name not in known | of_tokens}
+    media = {name: value for name, value in sample.items() if name not in names | of_tokens}
     already = [name for name in media if batch.get(name) is not None]
     if already:
         raise ValueError(f"The batch has {', '.join(already)} itself: it needs no unused sample.")
     out: dict[str, Any] = dict(batch)
     for name, value in batch.items():
-        if name in known and isinstance(value, Tensor):
+        if name in names and isinstance(value, Tensor):
             fill, row = {_TOKENS: pad_token_id, "labels": -100}.get(name, 0), _own(name, extra, more)
-        elif name not in known and _of_shape(value)[:2] == (rows, length):
+        elif name not in names and _of_shape(value)[:2] == (rows, length):
             if not isinstance(sample.get(name), Tensor):
                 raise ValueError(
                     f"The batch has {name}, {tuple(value.shape)}, and the sample has not: nothing to append."

@@ -135,7 +135,7 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
     Args:
         managed: the places, (module, name), whose parameters are known to be averaged over ranks whatever is there.
     """
-    known = {id(parameter): parameter for parameter in model.parameters()}
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
     accepted: set[int] = set()
     tables: list[dict[str, Any]] = []
     frozen: list[nn.Parameter] = []
@@ -150,7 +150,7 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
         places = {(id(holder), name) for holder, name in managed()}
         for prefix, holder in module.named_modules():
             for name, parameter in holder._parameters.items():
-                if parameter is None or (id(holder), name) in places or known.get(id(parameter)) is parameter:
+                if parameter is None or (id(holder), name) in places or parameters.get(id(parameter)) is parameter:
                     continue
                 if not parameter.requires_grad:
                     frozen.append(parameter)
@@ -301,10 +301,10 @@ def _names_data(modules: Iterable[nn.Module]) -> bool:
         called = names_in(function)
         if "data" in called:
             return True
-        known = getattr(function, "__globals__", {})
-        files = [vars(known[name]) for name in called if isinstance(known.get(name), ModuleType)]
+        global_names = getattr(function, "__globals__", {})
+        files = [vars(global_names[name]) for name in called if isinstance(global_names.get(name), ModuleType)]
         waiting += [
-            *(place.get(name) for name in called for place in (known, *files)),
+            *(place.get(name) for name in called for place in (global_names, *files)),
             *(getattr(kind, name, None) for name in called for kind in kinds),
             *(cell.cell_contents for cell in function.__closure__ or () if cell != CellType()),
         ]
@@ -340,15 +340,15 @@ class _Kept:
                 if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value))
             ]
         attributes = [attributes.get(name) for attributes, name in self._places]
-        kept = tensors_in([*attributes, *named_containers(self._kinds)])
-        new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
+        tensors = tensors_in([*attributes, *named_containers(self._kinds)])
+        new = {id(t): t for t in tensors if t.grad_fn is not None and not self._is_hooked(t)}
         gather_before_backward_of(self._unit, list(new.values()))
         for key, tensor in new.items():
             self._hooked[key] = weakref.ref(tensor, lambda _, key=key: self._hooked.pop(key, None))  # type: ignore[misc]
 
     def _is_hooked(self, tensor: Tensor) -> bool:
-        known = self._hooked.get(id(tensor))
-        return known is not None and known() is tensor
+        hooked = self._hooked.get(id(tensor))
+        return hooked is not None and hooked() is tensor
 
 
 class UnusedParameters:

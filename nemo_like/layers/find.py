@@ -138,7 +138,9 @@ class _Finder:
         for _, child in bare_children(parent):
             if has_declared_base(child):
                 candidates.setdefault(id(child), child)
-        by_class = grouped((class_of(each), each) for each in candidates.values() if is_callable(each))
+        by_class = grouped(
+            (class_of(candidate), candidate) for candidate in candidates.values() if is_callable(candidate)
+        )
         return [child for siblings in by_class.values() if not self._are_stages(siblings) for child in siblings]
 
     def _run(self, parent: nn.Module, series: list[nn.Module]) -> list[nn.Module]:
@@ -160,12 +162,12 @@ class _Finder:
     def _are_stages(self, siblings: list[nn.Module]) -> bool:
         """Return whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""
         blocks = [block for sibling in siblings for block in self._inner_blocks(sibling)]
-        held = parameter_count(*blocks) / max(parameter_count(*siblings), 1)
+        share = parameter_count(*blocks) / max(parameter_count(*siblings), 1)
         if any(has_declared_base(block) for block in blocks):
-            return held >= _STAGE_SHARE_DECLARED
+            return share >= _STAGE_SHARE_DECLARED
         return (
             bool(blocks)
-            and held >= _STAGE_SHARE
+            and share >= _STAGE_SHARE
             and not any(has_mixer_outside(sibling, blocks) for sibling in siblings)
         )
 
@@ -260,10 +262,10 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
         pattern = glob_to_regex(bare_name(item))
         hits = [(fqn, module) for fqn, module in tree if fqn and pattern.fullmatch(fqn)]
         if not hits:
-            known = [fqn for fqn, _ in tree if fqn]
+            names = [fqn for fqn, _ in tree if fqn]
             raise LayersNotFoundError(
                 f"layers= names {item!r}, which matches no module of this {type(model).__name__}."
-                + (did_you_mean(item, known) or f" It has: {', '.join(known[:12])}{', ...' * (len(known) > 12)}.")
+                + (did_you_mean(item, names) or f" It has: {', '.join(names[:12])}{', ...' * (len(names) > 12)}.")
             )
     else:
         raise TypeError(f"layers= holds {item!r}, {a_or_an(item)}; it must hold names (str) or modules.")

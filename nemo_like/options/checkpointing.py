@@ -148,12 +148,12 @@ class CheckpointConfig:
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"A CheckpointConfig is made from a mapping, not from {values!r}.")
-        known = field_names(cls)
+        names = field_names(cls)
         for key in values:
-            if key not in known:
+            if key not in names:
                 raise ValueError(
-                    f"CheckpointConfig has no field {key!r}; its fields are {', '.join(known)}."
-                    + did_you_mean(str(key), known)
+                    f"CheckpointConfig has no field {key!r}; its fields are {', '.join(names)}."
+                    + did_you_mean(str(key), names)
                 )
         return cls(**values)
 

@@ -233,9 +233,9 @@ def rows_of(totals: Mapping[str, float], finer: Mapping[str, Iterable[Row]], lea
         part_rows = sorted(
             (row for row in finer.get(part, ()) if row.amount or row.hidden), key=lambda row: -row.amount
         )
-        left = total - sum(row.amount for row in part_rows)
-        if abs(left) > least:
-            part_rows.append(Row(part, "other" if part_rows else "", left))
+        rest = total - sum(row.amount for row in part_rows)
+        if abs(rest) > least:
+            part_rows.append(Row(part, "other" if part_rows else "", rest))
         rows += part_rows
     return tuple(rows)
 

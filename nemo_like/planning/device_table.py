@@ -27,12 +27,14 @@ def check_device_name(spec: str) -> str | None:
     Raises:
         ValueError: there is no such device, and no such file.
     """
-    known, name = known_devices(), spec.strip().lower().replace("_", "-")
-    begun = [device for device in known if re.fullmatch(rf"{re.escape(name)}-\d+gb", device)]
+    devices, name = known_devices(), spec.strip().lower().replace("_", "-")
+    begun = [device for device in devices if re.fullmatch(rf"{re.escape(name)}-\d+gb", device)]
     if len(begun) == 1:  # "h100", where the table has it with one size of memory
         name = begun[0]
-    if name in known:
+    if name in devices:
         return name
     if Path(spec).is_file():
         return None
-    raise ValueError(f"Device {spec!r} is neither one of {', '.join(known)} nor a file." + did_you_mean(name, known))
+    raise ValueError(
+        f"Device {spec!r} is neither one of {', '.join(devices)} nor a file." + did_you_mean(name, devices)
+    )

@@ -150,13 +150,13 @@ def describe(
     step = {k: v for k, v in asdict(first.job.step).items() if k != "loss_fn"}
     step |= {"loss": "model" if first.outside().own_loss else "loop", "sample": first.part.sample}
     stages = list(zip(query.stages, choices))
-    sums = [_sums(*each) for each in stages]
+    sums = [_sums(*stage) for stage in stages]
     return Plan(
         model=type(query.traced.given).__name__,
         device=query.device.name,
         traced_for=query.device.kind,
         budget=asked,
-        layers=tuple(layer for each in stages for layer in _layers(*each)),
+        layers=tuple(layer for stage in stages for layer in _layers(*stage)),
         step_seconds=step_seconds(query, choices).total,
         gap_seconds=gap,
         peak=parts_at_peak(query, rank, choices),
@@ -328,8 +328,8 @@ def choices_under(query: PlanQuery) -> Choices | None:
     if isinstance(query.job.ac, MemoryBudget):
         return choose(query, query.job.ac)[0]
     chosen = [choices_of(stage, query.job) for stage in query.stages]
-    known = [each for each in chosen if each is not None]
-    return known if len(known) == len(chosen) else None
+    predicted = [each for each in chosen if each is not None]
+    return predicted if len(predicted) == len(chosen) else None
 
 
 def peak_under(query: PlanQuery) -> Peak:

@@ -232,9 +232,9 @@ class Stage:
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
         forms, number = part.forms(whole=ranks == 1, ends="apart" if job.fsdp is None else job.fsdp.ends)
-        known, key = part.cache.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
-        if key not in known:
-            known[key] = sharding_of(
+        shardings, key = part.cache.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
+        if key not in shardings:
+            shardings[key] = sharding_of(
                 forms,
                 shard_ranks=ranks,
                 precision=Precision() if job.fsdp is None else job.precision,
@@ -245,7 +245,7 @@ class Stage:
                 replicas=job.dp_replicate,
                 host=job.fsdp is not None and moves_state(job.fsdp, self.device.kind),
             )
-        return known[key]
+        return shardings[key]
 
     @cached_property
     def optimizer(self) -> OptimizerMemory:
@@ -299,15 +299,15 @@ class Stage:
             received: the gradient of the last call's output comes from a pipeline's next stage, into a buffer that stays.
             halves: as for `TracedPart.memory`.
         """
-        part, known, layers = self.part, dict[Any, LayerCall](), []
+        part, by_key, layers = self.part, dict[Any, LayerCall](), []
         last = len(part.traced.calls) - 1
         top = self._last_trained if halves else 0
         every = zip(part.traced.calls, choices, self._copies(choices), self.units)
         for position, (call, choice, copies, (unit, experts, number)) in enumerate(every):
             stays = received and position == last
-            held = position < top
-            key = (number, choice, copies, stays, held)
-            if key not in known:
+            is_held = position < top
+            key = (number, choice, copies, stays, is_held)
+            if key not in by_key:
                 trace, region = part.problems[call.kind].trace, bool(choice.decisions)
                 # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
                 state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
@@ -318,11 +318,11 @@ class Stage:
                     loss=self.loss,
                     received=stays,
                     halves=halves,
-                    held=held,
+                    held=is_held,
                     compiler=self.job.partitioner,
                 )
                 inputs = None if region else trace.kept_inputs
-                known[key] = LayerCall(
+                by_key[key] = LayerCall(
                     events,
                     unit,
                     experts,
@@ -332,7 +332,7 @@ class Stage:
                     copied_in_forward(call.module) if region else 0,
                     *copies,
                 )
-            layers.append(known[key])
+            layers.append(by_key[key])
         return layers
 
     @cached_property
@@ -358,7 +358,7 @@ class Stage:
         offload, calls = self.job.offload, self.part.traced.calls
         if offload.mode == "none":
             return [(False, ())] * len(choices)
-        left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
+        budget = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
         copies = []
         for call, choice in zip(calls, choices):
             problem = self.part.problems[call.kind]
@@ -368,8 +368,8 @@ class Stage:
             moves = choice.decisions and call.fqn != calls[-1].fqn
             going = dict[int, int]()
             for at, size in enumerate(sizes if moves else ()):
-                if offload.min_bytes <= size and offload.host_bytes(size) <= left:
-                    left -= offload.host_bytes(size)
+                if offload.min_bytes <= size and offload.host_bytes(size) <= budget:
+                    budget -= offload.host_bytes(size)
                     going[at] = size
             copies.append((0 in going, tuple(size for at, size in going.items() if at)))
         return copies

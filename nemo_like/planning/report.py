@@ -561,21 +561,21 @@ def largest(needs: Callable[[int], int], start: int, limit: int, most: int, step
         needs: returns bytes by size, growing.
         start: the first size to try.
     """
-    fits, fails, known = 0, most // step + 1, dict[int, int]()
+    fits, fails, sizes = 0, most // step + 1, dict[int, int]()
     guess = min(max(1, start // step), fails - 1)
     for _ in range(_MOST_PROBES):
         if fails - fits <= 1:
             break
-        known[guess] = needs(guess * step)
-        if known[guess] <= limit:
+        sizes[guess] = needs(guess * step)
+        if sizes[guess] <= limit:
             fits = guess
         else:
             fails = guess
-        low, high = min(known), max(known)
-        slope = (known[high] - known[low]) / (high - low) if high > low else 0.0
+        low, high = min(sizes), max(sizes)
+        slope = (sizes[high] - sizes[low]) / (high - low) if high > low else 0.0
         at = fits or low
         if slope > 0:
-            guess = int(at + (limit - known[at]) / slope)
+            guess = int(at + (limit - sizes[at]) / slope)
         else:
             guess = 2 * guess if fits == guess else guess // 2
         guess = min(max(guess, fits + 1), fails - 1)

@@ -41,13 +41,13 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     "Roofline", CACM 2009), and at least a launch; casts of its inputs come before it. A matrix product fills the processors
     in whole waves of tiles, so that one of few tiles is slower.
     """
-    known = ops.facts(op.op)
-    if op.view or known.exchange or is_sequence_op(op):
+    op_facts = ops.facts(op.op)
+    if op.view or op_facts.exchange or is_sequence_op(op):
         return 0.0
     computing = op.flops / device.flops_of(op.op, half=op.half)
-    if op.flops and not known.attention:
+    if op.flops and not op_facts.attention:
         computing /= wave_share(op.shapes, device.processors)
-    casts = known.casts * (op.moved - op.bytes) / device.bandwidth
+    casts = op_facts.casts * (op.moved - op.bytes) / device.bandwidth
     return casts + max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
 
 
@@ -66,8 +66,8 @@ def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
 
 def is_sequence_op(op: OpRecord) -> bool:
     """Return whether an operator gathers or reduces parts of sequences over ``cp``, and does nothing else."""
-    known = ops.facts(op.op)
-    return op.op.namespace == "nemo_like" and known.collective and not known.exchange and not known.attention
+    op_facts = ops.facts(op.op)
+    return op.op.namespace == "nemo_like" and op_facts.collective and not op_facts.exchange and not op_facts.attention
 
 
 class OpSeconds(TorchDispatchMode):

@@ -177,7 +177,7 @@ class ParameterForms:
         ends: str = "apart",
     ) -> None:
         scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
-        apart = [p for each in experts for p in each.weights]
+        apart = [p for expert in experts for p in expert.weights]
         plan = plan_units(model, layers, ends=ends, ignored_params=scalars, apart=apart)
         named = dict(model.named_parameters(remove_duplicate=False))
         self.plan = plan
@@ -191,7 +191,7 @@ class ParameterForms:
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.
-        expert_ids = {id(weight) for each in experts for weight in each.weights}
+        expert_ids = {id(weight) for expert in experts for weight in expert.weights}
         in_layers = {id(p) for layer in layers for p in layer.inner.parameters()}
         # Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an
         # expert's.
@@ -208,7 +208,7 @@ class ParameterForms:
         self.experts: dict[str, tuple[int, ...]] = {}
         for name, source in zip(self.names, plan.layers if experts else ()):
             inside = set(bare(source.modules[0]).modules())
-            weights = [weight for each in experts if each.module in inside for weight in each.weights]
+            weights = [weight for expert in experts if expert.module in inside for weight in expert.weights]
             if weights:
                 self.experts[name] = tuple(map(self.form, weights))
 
@@ -223,14 +223,14 @@ class ParameterForms:
 
     def form(self, param: nn.Parameter) -> int:
         """Return the number of a parameter's form."""
-        known = self._of.get(id(param))
-        if known is None:
+        entry = self._of.get(id(param))
+        if entry is None:
             trains = self.trains_in_step(param)
             key = (getattr(param, "placements", None), local_part(param).shape, param.dtype, trains)
-            known = self._of[id(param)] = self._forms.setdefault(key, len(self._forms))
-            if known == len(self.first):
+            entry = self._of[id(param)] = self._forms.setdefault(key, len(self._forms))
+            if entry == len(self.first):
                 self.first.append(param)
-        return known
+        return entry
 
 
 def sharding_of(

@@ -167,8 +167,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "activation_checkpointing/policy.py",
-        "if SKIP in row and known.random and not known.attention:",
-        "if SKIP in row and known.random and known.collective and not known.attention:",
+        "if SKIP in row and op_facts.random and not op_facts.attention:",
+        "if SKIP in row and op_facts.random and op_facts.collective and not op_facts.attention:",
         "tests/activation_checkpointing/test_policy.py",
     ),
     Fault(
@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/pipeline/loss_mean.py",
-        "uneven = known or ",
+        "uneven = compared or ",
         "uneven = False and ",
         "tests_distributed/pipeline/test_pipeline_loss.py",
     ),
@@ -422,8 +422,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/selection/solver.py",
-        "kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]",
-        "kept = [(b, c, keep | bit) for b, c, keep in choices]",
+        "saving = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]",
+        "saving = [(b, c, keep | bit) for b, c, keep in choices]",
         "tests/planning/test_solver.py",
     ),
     Fault(
@@ -572,8 +572,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/selection/layer.py",
-        "or not known.tracked or record.steers:",
-        "or not known.tracked:",
+        "or not op_facts.tracked or record.steers:",
+        "or not op_facts.tracked:",
         "tests/planning/test_remembered.py",
     ),
     Fault(
@@ -782,14 +782,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/layouts.py",
-        "    if left or not each:",
-        "    if not each:",
+        "    if remainder or not per_group:",
+        "    if not per_group:",
         "tests/planning/test_fit.py",
     ),
     Fault(
         "planning/fit/layouts.py",
-        "if known and (shards * cp * tp) % ep == 0:",
-        "if known:",
+        "if allowed and (shards * cp * tp) % ep == 0:",
+        "if allowed:",
         "tests/planning/test_fit.py tests/planning/test_fit_report.py",
     ),
     Fault(

@@ -70,8 +70,8 @@ class BufferSnapshot:
                     "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
                     "(the buffer is copied from now on), or change the buffer outside of the layer."
                 )
-            kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
-            self._copies.append((table, name, kept))
+            saved = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
+            self._copies.append((table, name, saved))
         self._before = []
         return bool(self._copies)
 

@@ -76,9 +76,9 @@ _kinds_of: dict[int, tuple[weakref.ref[Policy], Kinds]] = {}
 
 def kinds_for(policy: Policy) -> Kinds:
     """The shared `Kinds` of all policies that track the same operators."""
-    known = _kinds_of.get(id(policy))
-    if known is not None and known[0]() is policy:
-        return known[1]
+    cached = _kinds_of.get(id(policy))
+    if cached is not None and cached[0]() is policy:
+        return cached[1]
     tracked = policy.tracked_ops()
     key = None if tracked is None else frozenset(tracked)
     if key not in _kinds:

@@ -63,7 +63,7 @@ class Attention(ABC):
         # As autocast casts for that function. It has no rule for the operators here, and rotary embeddings are float32.
         if self.fused:
             states = self.query, self.key, self.value
-            self.query, self.key, self.value = (each.to(autocast_dtype(each)) for each in states)
+            self.query, self.key, self.value = (state.to(autocast_dtype(state)) for state in states)
 
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:

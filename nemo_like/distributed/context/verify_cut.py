@@ -154,7 +154,7 @@ def answered(
         parts.verifying = word
     try:
         with as_it_was(*models):
-            return [each.full_tensor() if isinstance(each, DTensor) else each for each in answers()]
+            return [answer.full_tensor() if isinstance(answer, DTensor) else answer for answer in answers()]
     finally:
         for parts in cut:
             parts.verifying, parts.seen = None, []

@@ -260,7 +260,7 @@ class _Loss:
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None:
             scalars = [each for each in tensors_of(output) if each.ndim == 0]
-            loss = next((each for each in scalars if described or any(each is one for one in self._terms)), None)
+            loss = next((scalar for scalar in scalars if described or any(scalar is one for one in self._terms)), None)
         sums = described or (parts.planning and bool(self._terms)) or self._is_sum(loss)
         if parts.verifying:  # so that no rank waits for one that raises
             (sums,) = self._hooks.agree(sums and loss is not None, device=self.whole.device)
@@ -286,11 +286,11 @@ class _Loss:
         def is_close(one: Tensor) -> Tensor:
             return torch.isclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True).all()
 
-        known = self._hooks.summed
-        if known is None or known >= len(candidates):
+        summed = self._hooks.summed
+        if summed is None or summed >= len(candidates):
             self._hooks.summed = next((number for number, one in enumerate(candidates) if is_close(one)), None)
             return self._hooks.summed is not None
-        stop_unless(is_close(candidates[known]), OTHER_LOSS)
+        stop_unless(is_close(candidates[summed]), OTHER_LOSS)
         return True
 
     # --- `ContextParallel.loss_mean` ----------------------------------------------------------------------------------

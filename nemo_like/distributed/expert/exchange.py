@@ -149,8 +149,8 @@ def _summed(rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
     """One kernel, which adds in float32 and in the order of `members`, and copies no row."""
     in_order = None if weights is None else weights.index_select(0, members.order)
     # (weight, indices, offsets, scale_grad_by_freq, mode: 0 is a sum, sparse, per_sample_weights)
-    given = (rows.contiguous(), members.order, members.starts, False, 0, False, in_order)
-    return torch.ops.aten._embedding_bag_forward_only.default(*given)[0]
+    arguments = (rows.contiguous(), members.order, members.starts, False, 0, False, in_order)
+    return torch.ops.aten._embedding_bag_forward_only.default(*arguments)[0]
 
 
 @dataclass(frozen=True)

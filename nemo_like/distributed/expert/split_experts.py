@@ -437,9 +437,9 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
             whole = module.get_parameter(name)
             # src_data_rank=None: every rank cuts its own part out of its own copy, and nothing is sent.
             part = distribute_tensor(whole.detach(), ep, [Shard(0)], src_data_rank=None)
-            kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
-            kept.__dict__.update(whole.__dict__)
-            module._parameters[name] = kept
+            parameter = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
+            parameter.__dict__.update(whole.__dict__)
+            module._parameters[name] = parameter
         adapters = adapters_on(model, module)
         # An adapter calls the module it wraps and adds nothing: `with_adapters` does, where the weights are used.
         for adapter in adapters:

@@ -104,9 +104,9 @@ class LossMean:
         parts, shares = pipeline.stages[0].forward.microbatches, pipeline.stages[0].forward.shares
         self._calls += 1
         if len(parts) > 1 and self.has_values and (self._calls <= _FIRST_LOOKS or self._calls % _LOOK_EVERY == 0):
-            known = self._compared.get(names := frozenset(batch))
-            self._compared[names] = uneven = known or len(set(shares)) > 1 or len(set(_ignored(parts))) > 1
-            votes = torch.tensor([known != uneven, shares[0] != shares[0]])
+            compared = self._compared.get(names := frozenset(batch))
+            self._compared[names] = uneven = compared or len(set(shares)) > 1 or len(set(_ignored(parts))) > 1
+            votes = torch.tensor([compared != uneven, shares[0] != shares[0]])
             is_new, nothing = gather(votes, pipeline.groups_of_stage).max(0).values.tolist()
             if nothing:
                 raise ValueError(
@@ -187,7 +187,7 @@ def _are_classes(labels: object) -> bool:
 def _ignored(parts: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return how many numbers of each micro-batch mean that a label does not count: one read."""
     counts = [[(value == IGNORED).sum() for value in part.values() if _are_classes(value)] for part in parts]
-    return torch.stack([torch.stack(each).sum() for each in counts]).tolist() if counts[0] else []
+    return torch.stack([torch.stack(count).sum() for count in counts]).tolist() if counts[0] else []
 
 
 def _few_tokens(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -328,7 +328,7 @@ def _room(model: nn.Module, question: Question) -> Room:
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     node = question.device.gpus_per_node
-    apart = [each.fqn for each in experts]
+    apart = [expert.fqn for expert in experts]
     sizes = [n for n in range(1, min(question.gpus, node) + 1) if node % n == 0 and question.gpus % n == 0]
     tensor_sizes = tuple(size for size in sizes if _splits(model, size))
     config = text_config(getattr(model, "config", None))
@@ -338,7 +338,7 @@ def _room(model: nn.Module, question: Question) -> Room:
         global_batch=question.global_batch,
         layers=len(layers),
         gpus_per_node=node,
-        experts=min((each.count for each in experts), default=0),
+        experts=min((expert.count for expert in experts), default=0),
         tensor_sizes=tensor_sizes,
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
         sequence_parallel=next((cuts_sequences(model, size) for size in tensor_sizes if size > 1), False),

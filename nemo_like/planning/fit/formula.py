@@ -192,11 +192,11 @@ class Formula:
             sums["keys"] += count * sum(max(0, op.moved - 2 * op.bytes) for op in ops if facts(op.op).attention)
             sums["exchanged"] += count * block.expert_bytes
             for at, choice in enumerate(chosen):
-                held = choice.held_bytes
+                held_bytes = choice.held_bytes
                 if job.partitioner is not None:
                     events = part.memory(kind, choice, loss=self.stage.loss, compiler=job.partitioner)
-                    held = events.held + problem.trace.input_bytes
-                by_mode["held"][at] += count * held
+                    held_bytes = events.held + problem.trace.input_bytes
+                by_mode["held"][at] += count * held_bytes
                 for name, split, cut in _LAUNCHING:
                     products = block.products * split
                     seconds = host_seconds(
@@ -396,7 +396,7 @@ def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], float]:
     names: list[str] = []
     with suppress(ValueError):  # no plan, so that no layout has tp
         names = [f"{rule.fqn}.{rule.parameter or ''}" for rule in resolve_plan(given, query.job.tp.plan, 1)]
-    apart = [f"{each.fqn}." for each in find_experts(given, query.job.ep.plan)] if query.job.ep.size > 1 else []
+    apart = [f"{expert.fqn}." for expert in find_experts(given, query.job.ep.plan)] if query.job.ep.size > 1 else []
     whole, total = defaultdict[int, set[int]](set), [0, 0]
     for call in part.traced.calls:
         sizes: tuple[set[int], set[int]] = set(), set()
@@ -509,10 +509,10 @@ def _fills(x: _Columns) -> Tensor:
     again = [replay / forward for replay in replays]
     rows = [
         [
-            _fill(each.schedule, each.pp, each.stages_per_rank or 1, min(each.grad_accum, 2 * each.pp), share)
+            _fill(layout.schedule, layout.pp, layout.stages_per_rank or 1, min(layout.grad_accum, 2 * layout.pp), share)
             for share in again
         ]
-        for each in x.layouts
+        for layout in x.layouts
     ]
     return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
 
@@ -575,8 +575,8 @@ def bytes_of(x: _Columns) -> Tensor:
                 back = torch.where(grows, 1.0, parts.get(Part.GRADIENTS, 0) / traced_grads)
                 waiting = torch.where(whole, x.all_grads, here * back)
                 gone = 1 - parts.get(Part.SAVED_ACTIVATIONS, 0) / max(1, places[_HEAD].get(Part.SAVED_ACTIVATIONS, 0))
-                left = saved[..., at : at + 1] * (1 - gone / flying)
-                now = static + waiting + left + moving * (1 + formula.excess)
+                remaining = saved[..., at : at + 1] * (1 - gone / flying)
+                now = static + waiting + remaining + moving * (1 + formula.excess)
                 top = torch.where(where, torch.maximum(top, now), top)
         most.append(top)
     total = torch.cat([each.expand(len(x.layouts), len(x.ways), 1) for each in most], dim=2)

@@ -175,8 +175,8 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                 continue  # on one node, stages are for the GPUs that tp leaves
             parts = [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
             for cp in _sizes(room, "cp", parts):
-                rest, left = divmod(room.gpus, pp * tp * cp)
-                if left or not rest:
+                rest, remainder = divmod(room.gpus, pp * tp * cp)
+                if remainder or not rest:
                     rejected["the axes do not divide the GPUs"] += 1
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
@@ -215,16 +215,16 @@ def _powers(most: int) -> list[int]:
 def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, int, int]]:
     """Yield (dp_replicate, dp_shard, ep) for so many ranks that see other data."""
     for replicas in _sizes(room, "dp_replicate", [n for n in _powers(ranks) if ranks % n == 0]):
-        shards, left = divmod(ranks, replicas)
+        shards, remainder = divmod(ranks, replicas)
         wanted = room.pinned("dp_shard")
-        if left or (wanted is not None and shards not in wanted):
+        if remainder or (wanted is not None and shards not in wanted):
             continue
         if replicas > 1 and shards * cp == 1 and room.pinned("dp_replicate") is None:
             continue  # nothing is sharded: DDP, which has no place here
         splits = [n for n in _powers(room.experts) if room.experts % n == 0] if room.experts else [1]
         for ep in _sizes(room, "ep", splits):
-            known = tp in (room.tensor_sizes if ep == 1 else room.beside_experts) or room.pinned("tp") is not None
-            if known and (shards * cp * tp) % ep == 0:
+            allowed = tp in (room.tensor_sizes if ep == 1 else room.beside_experts) or room.pinned("tp") is not None
+            if allowed and (shards * cp * tp) % ep == 0:
                 yield replicas, shards, ep
 
 
@@ -240,15 +240,15 @@ def _batches(
             for turns in accum or ([1] if pp == 1 else [4 * pp]):
                 yield batch, turns
         return
-    each, left = divmod(room.global_batch, groups)
-    if left or not each:
+    per_group, remainder = divmod(room.global_batch, groups)
+    if remainder or not per_group:
         rejected["the global batch is not a multiple of the data-parallel ranks"] += 1
         return
-    for batch in range(1, each + 1):
-        if each % batch or (micro is None and batch > most) or (micro is not None and batch not in micro):
+    for batch in range(1, per_group + 1):
+        if per_group % batch or (micro is None and batch > most) or (micro is not None and batch not in micro):
             continue
-        if accum is None or each // batch in accum:
-            yield batch, each // batch
+        if accum is None or per_group // batch in accum:
+            yield batch, per_group // batch
 
 
 def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[Layout]:

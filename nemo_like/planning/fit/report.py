@@ -490,7 +490,7 @@ class FitReport:
         """Return the question in a line."""
         question = self.question
         batch = "" if question.global_batch is None else f", {question.global_batch} per step"
-        names = {each.job.step.optimizer for each in self.candidates} or {question.job.step.optimizer}
+        names = {candidate.job.step.optimizer for candidate in self.candidates} or {question.job.step.optimizer}
         optimizer = f", {names.pop()}" if len(names) == 1 else ""
         lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is frozen,"
         return (

@@ -102,7 +102,7 @@ class Ranking:
     def _allowed(self) -> Tensor:
         """Return which layout can be run in which way, by the rules of the search."""
         question, count = self.question, len(self.layouts)
-        keys = [(each.pp > 1, each.dp_shard * each.cp > 1, each.grad_accum > 1) for each in self.layouts]
+        keys = [(layout.pp > 1, layout.dp_shard * layout.cp > 1, layout.grad_accum > 1) for layout in self.layouts]
         fine = {key: [self._fine(way, *key) for way in self.ways] for key in set(keys)}
         if keys and not any(map(any, fine.values())):
             self.rejected[f"not planned beside pp: {MOVED}"] += count
@@ -346,27 +346,27 @@ class Search:
         while mode is not None:
             tried.add(mode)
             try:
-                found = self.under(entry, mode)
+                planned_layout = self.under(entry, mode)
             except ValueError as error:  # of `nemo_like.job.RULES`, or the model cannot have that shape
                 self.rejected[str(error).splitlines()[0]] += 1
                 ranking.close(entry)
                 return
-            for what, factor in ranking.learn(entry, mode, found.seconds, found.need.bytes).items():
+            for what, factor in ranking.learn(entry, mode, planned_layout.seconds, planned_layout.need.bytes).items():
                 self.off[what].append(abs(1 / factor - 1))
-            fits = found.need.bytes <= question.limit_of(found.query.job)
-            if fits and host_bytes_of(found.query, found.choices) > question.host_memory:
+            fits = planned_layout.need.bytes <= question.limit_of(planned_layout.query.job)
+            if fits and host_bytes_of(planned_layout.query, planned_layout.choices) > question.host_memory:
                 self.rejected["CPU memory"] += 1
                 ranking.close(entry)
                 return
             if fits:
-                row = found if row is None or found.seconds < row.seconds else row
-            elif self.least is None or found.need.bytes < self.least.need.bytes:
-                self.least = found
+                row = planned_layout if row is None or planned_layout.seconds < row.seconds else row
+            elif self.least is None or planned_layout.need.bytes < self.least.need.bytes:
+                self.least = planned_layout
             # The corrected estimates may show that a faster mode fits, too; where none fits yet, the next one is tried.
             order = self._usable(entry)
             ahead = order[: order.index(mode)] if row is not None else order
-            left = (each for each in ahead if each not in tried and (row is None or self._fits(entry, each)))
-            mode = next(left, None)
+            remaining = (each for each in ahead if each not in tried and (row is None or self._fits(entry, each)))
+            mode = next(remaining, None)
         if row is None:
             self.rejected["memory"] += 1
             ranking.close(entry)

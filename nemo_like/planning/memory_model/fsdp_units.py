@@ -123,9 +123,9 @@ class FsdpBuffers:
         if unit is None or not unit.each_kept:
             self.storages.drop_all(gathered)
             return
-        kept = self.kept[key] = []
+        parts = self.kept[key] = []
         for storage, size in zip(gathered, unit.each_kept):
-            kept.append(self.storages.make(size, _gathered(key)))
+            parts.append(self.storages.make(size, _gathered(key)))
             self.storages.drop(storage)
 
     def close(self, key: Hashable) -> None:
@@ -151,9 +151,9 @@ class FsdpBuffers:
         storages.mark("copying gradients")
         self.reducing = storages.make(unit.reduce_input, Part.REDUCE_BUFFERS)
         grads = [*grads, *self.whole_grads.pop(key, ())]
-        held = [storages.make(unit.held_in_reduce, Part.REDUCE_BUFFERS)]
+        buffers = [storages.make(unit.held_in_reduce, Part.REDUCE_BUFFERS)]
         if grads and not unit.cut_last:  # `foreach_reduce` has a name for it until it returns
-            held.append(storages.hold(grads[-1]))
+            buffers.append(storages.hold(grads[-1]))
         storages.drop_all(grads)
         storages.mark("reducing gradients")
         out = storages.make(unit.reduce_output, Part.REDUCE_BUFFERS, REDUCE)
@@ -169,7 +169,7 @@ class FsdpBuffers:
         if isinstance(rule.adds, UpdateInBackward):  # `foreach_reduce` calls the hooks
             for param in unit.trained:
                 storages.make_and_drop(rule.adds.temporaries(param), Part.OPTIMIZER_STEP, REDUCE)
-        storages.drop_all(held)
+        storages.drop_all(buffers)
         if rule.adds or not unit.grad:  # or it is copied to the host
             storages.drop(out)
         else:
@@ -185,13 +185,13 @@ class FsdpBuffers:
             self.whole_grads[key] = list(grads)
             return
         whole = self.whole_grads[key] = []
-        left = unit.whole_grad
+        remaining = unit.whole_grad
         for grad, size in zip(grads, sizes):
-            cast = min(left, size * unit.whole_grad // max(1, sum(sizes)))
+            cast = min(remaining, size * unit.whole_grad // max(1, sum(sizes)))
             whole.append(self.storages.make(cast, Part.GRADIENTS))
-            left -= cast
+            remaining -= cast
             self.storages.drop(grad)
-        whole.append(self.storages.make(left, Part.GRADIENTS))
+        whole.append(self.storages.make(remaining, Part.GRADIENTS))
 
     def add_waiting(self, key: Hashable, unit: UnitBytes | None) -> None:
         """Add waiting gradients to those that FSDP2 reduces. Here none wait."""

@@ -418,8 +418,8 @@ class Microbatch:
             self.storages.relabel(storage, Part.RUNNING_LAYER)
 
     def _hold_inputs(self, i: int, numbers: Mapping[Place, int]) -> None:
-        kept = self.layers[i].inputs
-        for number in {number for place, number in numbers.items() if kept is None or place in kept}:
+        places = self.layers[i].inputs
+        for number in {number for place, number in numbers.items() if places is None or place in places}:
             if storage := self.outside.get(number, 0):
                 self.inputs[i].append(self.storages.hold(storage))
                 self.storages.relabel(storage, Part.SAVED_ACTIVATIONS, LAYER_INPUTS)
@@ -459,7 +459,7 @@ def without(sizes: Sequence[int], less: int) -> Sequence[int]:
     """Return `sizes` of storages, but for `less` bytes in the largest ones, which are another stage's."""
     if not less:
         return sizes
-    left = list(sizes)
-    for at in sorted(range(len(left)), key=left.__getitem__, reverse=True):
-        less, left[at] = max(0, less - left[at]), max(0, left[at] - less)
-    return left
+    remaining = list(sizes)
+    for at in sorted(range(len(remaining)), key=remaining.__getitem__, reverse=True):
+        less, remaining[at] = max(0, less - remaining[at]), max(0, remaining[at] - less)
+    return remaining

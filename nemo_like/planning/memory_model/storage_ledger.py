@@ -212,9 +212,9 @@ class StorageLedger(TracedBytes):
             return NotImplemented
         self.running = (*self.place(), str(func))
         for tensor in tensors_in((args, kwargs)) if self.running[1] is GRADIENTS else ():
-            known = self._storages.get(0 if tensor.is_meta else self.number(tensor))
-            if known is not None and known.part in (ACTIVATIONS, AROUND):
-                known.part = GRADIENTS
+            stored = self._storages.get(0 if tensor.is_meta else self.number(tensor))
+            if stored is not None and stored.part in (ACTIVATIONS, AROUND):
+                stored.part = GRADIENTS
         if draws(func, args, dict(kwargs or {})):
             with unseen():
                 torch.rand(())  # so that states of the generator differ where they would
@@ -297,7 +297,7 @@ def repeats(kinds: Sequence[Hashable], kept: int) -> list[Repeats]:
     if longest.count <= kept:
         return []
     end = longest.first + longest.period * longest.count
-    behind = [replace(each, first=each.first + end) for each in repeats(kinds[end:], kept)]
+    behind = [replace(repeat, first=repeat.first + end) for repeat in repeats(kinds[end:], kept)]
     return [*repeats(kinds[: longest.first], kept), longest, *behind]
 
 

@@ -293,11 +293,11 @@ class TracedPart:
                 those of an eager one, which is said once.
         """
         key = (self.block_number(kind, loss), choice, accumulate, received, halves, held, compiler)
-        known = self.cache.blocks
-        if key not in known:
+        blocks = self.cache.blocks
+        if key not in blocks:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
-            known[key] = compiled or block_memory(
+            blocks[key] = compiled or block_memory(
                 block,
                 self.policy(kind, choice),
                 self.traced.run,
@@ -305,11 +305,11 @@ class TracedPart:
                 accumulate=accumulate,
                 layouts=None if halves else outside.layouts[kind],
                 received=received,
-                apart=[each.module for each in self.experts],
+                apart=[expert.module for expert in self.experts],
                 halves=halves,
                 held=held,
             )
-        return known[key]
+        return blocks[key]
 
     def _compiled(
         self,
@@ -422,7 +422,7 @@ class TracedPart:
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:
         """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""
-        weights = {weight for each in self.experts for weight in each.weights}
+        weights = {weight for expert in self.experts for weight in expert.weights}
         return frozenset(name for name, p in call.module.named_parameters() if p in weights)
 
 

@@ -76,15 +76,15 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
     From those that save least, step by step to the next mix of the stage where a byte saves most time; a byte of a stage
     counts for each micro-batch that it has in flight.
     """
-    own = query.of_rank(rank)
-    stages = {index: query.stages[index] for index in own}
-    flights = {index: max(1, query.most_in_flight(index)) for index in own}
+    indices = query.of_rank(rank)
+    stages = {index: query.stages[index] for index in indices}
+    flights = {index: max(1, query.most_in_flight(index)) for index in indices}
     steps = []
     for index, stage in stages.items():
         for number, (low, high) in enumerate(zip(stage.stack.mixes, stage.stack.mixes[1:])):
             gain = (low.cost - high.cost) / max(1, (high.bytes - low.bytes) * flights[index])
             steps.append((-gain, number, index))
-    path = [dict.fromkeys(own, 0)]
+    path = [dict.fromkeys(indices, 0)]
     for _, _, index in sorted(steps):  # of one stage, in their order: a byte of a later mix saves less
         path.append({**path[-1], index: path[-1][index] + 1})
     rows = [{index: (stages[index].stack, stages[index].stack.mixes[at]) for index, at in row.items()} for row in path]
@@ -94,9 +94,9 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
 
     def peak(row: Mapping[int, Mixed]) -> int:
         chosen = {index: _choices(stages[index], *mixed) for index, mixed in row.items()}
-        found = rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
-        query.near[rank] = saved(row), found
-        return found
+        total = rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
+        query.near[rank] = saved(row), total
+        return total
 
     def last_of(rows: Sequence[Mapping[int, Mixed]]) -> int:
         about = [saved(row) for row in rows]
@@ -111,8 +111,8 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
         raise _too_small(query, rank, limit, asked)
     taken = rows[best]
     # Take part of the next step on the path, which takes too much; and then of the other stages, as far as they go.
-    ahead = [index for index in own if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
-    for index in [] if query.is_pipeline else [*ahead, *(other for other in own if other not in ahead)]:
+    ahead = [index for index in indices if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
+    for index in [] if query.is_pipeline else [*ahead, *(other for other in indices if other not in ahead)]:
         if path[best][index] + 1 >= len(stages[index].stack.mixes):
             continue
         finer, between = _finer(stages[index].stack, path[best][index])
@@ -123,9 +123,9 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
 
 
 def _too_small_share(query: PlanQuery, asked: str, limit: int, least: int, none: int) -> BudgetError:
-    kept = "the layers' inputs" + (" and the numbers of the experts that rows go to" if query.job.ep.size > 1 else "")
+    inputs = "the layers' inputs" + (" and the numbers of the experts that rows go to" if query.job.ep.size > 1 else "")
     return BudgetError(
-        f"Budget {asked!r} allows {write_bytes(limit)} of activations, and {kept} alone take {write_bytes(least)} "
+        f"Budget {asked!r} allows {write_bytes(limit)} of activations, and {inputs} alone take {write_bytes(least)} "
         f"({least / none:.1%} of the {write_bytes(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
         "use a smaller batch or sequence.",
         least,
@@ -172,7 +172,7 @@ def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], fi
     >>> last_within(25, [11, 20, 30, 41].__getitem__, [0, 10, 20, 30])
     1
     """
-    low, high, at, left = -1, len(about), len(about) // 2, _GUESSES
+    low, high, at, guesses = -1, len(about), len(about) // 2, _GUESSES
     if first is not None:
         at = max(0, min(high - 1, bisect_right(about, first) - 1))
     while high - low > 1:
@@ -181,8 +181,8 @@ def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], fi
             low = at
         else:
             high = at
-        guess = bisect_right(about, limit - bytes_there + about[at]) - 1 if left else (low + high) // 2
-        at, left = max(low + 1, min(high - 1, guess)), max(0, left - 1)
+        guess = bisect_right(about, limit - bytes_there + about[at]) - 1 if guesses else (low + high) // 2
+        at, guesses = max(low + 1, min(high - 1, guess)), max(0, guesses - 1)
     return low
 
 

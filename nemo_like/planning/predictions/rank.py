@@ -67,9 +67,11 @@ class StageOfRank(StageStep):
         # the place of the second half.
         actions = [each for each in query.actions[rank_of(query.pp, self.index)] if each.stage == self.index]
         if self.is_first:
-            self.backs = [(BACKWARD, each.microbatch) for each in actions if each.kind in (BACKWARD, WEIGHTS)]
+            self.backs = [(BACKWARD, action.microbatch) for action in actions if action.kind in (BACKWARD, WEIGHTS)]
         else:
-            self.backs = [(each.kind, each.microbatch) for each in actions if each.kind in (BACKWARD, INPUTS, WEIGHTS)]
+            self.backs = [
+                (action.kind, action.microbatch) for action in actions if action.kind in (BACKWARD, INPUTS, WEIGHTS)
+            ]
         # Rules of the gradients of each micro-batch, without a pipeline.
         self.rules: Sequence[GradientRule] = ()
         self._layers = functools.cache(functools.partial(stage.layer_calls, choices, received=not self.is_last))
@@ -209,8 +211,8 @@ class RankSteps:
                 "of layers" if param.in_layer else "of modules around them" for param in stage.stage.sharding.trained
             ]
             sizes = [(size, place) for each, place in zip(states, places) for size in each]
-            left = without([size for size, _ in sizes], self.once.state if stage.is_first else 0)
-            for size, (_, place) in zip(left, sizes):
+            remaining = without([size for size, _ in sizes], self.once.state if stage.is_first else 0)
+            for size, (_, place) in zip(remaining, sizes):
                 self.storages.make(size, Part.OPTIMIZER_STATE, origin=place)
 
     def begin_later(self) -> None:
@@ -219,8 +221,8 @@ class RankSteps:
         starts = self.stay
         if not self.query.is_pipeline:
             stage = self.stages[0]
-            kept = stage.stage.outside(choices=stage.choices).kept_bytes
-            stage.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
+            output_bytes = stage.stage.outside(choices=stage.choices).kept_bytes
+            stage.kept.append(self.storages.make(output_bytes, Part.KEPT_OUTPUT))
             rules = self._rules(first=False)
             alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
             starts = (alike or self.stay) and self.query.job.ddp is None
@@ -409,18 +411,18 @@ def fullest_peaks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> dict
     """
     alike: dict[Hashable, dict[int, tuple[int, ...]]] = {}
     for rank in range(query.pp.size):
-        own = query.of_rank(rank)
-        runs = tuple((query.stages[index].part, tuple(choices[index])) for index in own)
-        alike.setdefault(runs, {})[rank] = tuple(query.most_in_flight(index) for index in own)
-    found: dict[int, Peak] = {}
+        indices = query.of_rank(rank)
+        runs = tuple((query.stages[index].part, tuple(choices[index])) for index in indices)
+        alike.setdefault(runs, {})[rank] = tuple(query.most_in_flight(index) for index in indices)
+    highest: dict[int, Peak] = {}
     for flights in alike.values():
         most = tuple(map(max, zip(*flights.values())))
         first = next((rank for rank, flight in flights.items() if flight == most), None)
         ranks = flights if first is None or query.pp.facts.splits_backward else [first]
         peaks = {rank: rank_peak(query, rank, choices) for rank in ranks}
         rank = max(peaks, key=lambda rank: peaks[rank].total)
-        found[rank] = peaks[rank]
-    return found
+        highest[rank] = peaks[rank]
+    return highest
 
 
 def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> Peak:

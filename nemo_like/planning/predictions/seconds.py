@@ -450,7 +450,7 @@ def timeline(
     """
     done: dict[tuple[str, int, int], float] = {}
     free, at, busy = [0.0] * len(actions), [0] * len(actions), 0.0
-    left = sum(map(len, actions))
+    remaining = sum(map(len, actions))
     ranks = {action.stage: rank for rank, rank_actions in enumerate(actions) for action in rank_actions}
     late = {
         (stage, other): sending if ranks[stage] != ranks[other] else 0.0
@@ -458,8 +458,8 @@ def timeline(
         for other in (stage - 1, stage, stage + 1)
         if other in ranks
     }
-    while left:
-        before = left
+    while remaining:
+        before = remaining
         for rank, rank_actions in enumerate(actions):
             while at[rank] < len(rank_actions):
                 action = rank_actions[at[rank]]
@@ -471,8 +471,8 @@ def timeline(
                 result = INPUTS if action.kind == BACKWARD else action.kind
                 done[result, action.stage, action.microbatch] = end
                 busy += took
-                at[rank], left = at[rank] + 1, left - 1
-        if left == before:
+                at[rank], remaining = at[rank] + 1, remaining - 1
+        if remaining == before:
             stuck = next(
                 rank_actions[at[rank]] for rank, rank_actions in enumerate(actions) if at[rank] < len(rank_actions)
             )

@@ -94,10 +94,10 @@ class BlockProblem:
         )
 
     def _forced(self, record: OpRecord) -> str | None:
-        known = facts(record.op)
-        if known.pinned or record.op in self._routing:
+        op_facts = facts(record.op)
+        if op_facts.pinned or record.op in self._routing:
             return "save"
-        if (known.random and not known.attention) or not known.tracked or record.steers:
+        if (op_facts.random and not op_facts.attention) or not op_facts.tracked or record.steers:
             return "replay"  # random numbers are drawn again in order; in-place ops run again, as statistics are
         return None
 
@@ -111,10 +111,10 @@ class BlockProblem:
         # Behind the early stop nothing runs, so there is nothing to decide.
         words = tuple(word if k < reachable else "recompute" for k, word in enumerate(words))
         run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
-        held = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
+        held_bytes = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
         return Choice(
             label,
-            self.trace.input_bytes + held,
+            self.trace.input_bytes + held_bytes,
             0,
             sum(self.records[k].flops for k in run),
             sum(self.seconds[k] for k in run),
@@ -259,7 +259,7 @@ def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
     if not problem.trace.saves_something:
         return problem.none()
     tracked, decide = policy.tracked_ops() or (), policy.start()
-    words = [decide(each.op, each.nth).value if each.op in tracked else "recompute" for each in problem.records]
+    words = [decide(record.op, record.nth).value if record.op in tracked else "recompute" for record in problem.records]
     return problem.choice(words, label)
 
 
@@ -305,7 +305,7 @@ def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tupl
     together with: those that read the gathered tensor, up to attention, the next collective or the last product of an
     MLP, or the one that makes the scattered tensor."""
     last = max((k for k, op in enumerate(records) if op.flops and not facts(op.op).attention), default=0)
-    found = []
+    pieces = []
     for k, op in enumerate(records):
         gathers = op.op.name() == _GATHER
         if not gathers and op.op.name() != _SCATTER:
@@ -319,8 +319,8 @@ def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tupl
                 beside += kernels[i]
                 if not gathers:
                     break
-        found.append((_whole(op) if gathers else op.moved - op.bytes, beside))
-    return tuple(found)
+        pieces.append((_whole(op) if gathers else op.moved - op.bytes, beside))
+    return tuple(pieces)
 
 
 def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:

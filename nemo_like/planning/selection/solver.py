@@ -71,11 +71,11 @@ State = tuple[int, float, Any]  # Bytes, cost, and the choice that has them.
 
 def non_dominated(points: Iterable[Each], cost_of: Callable[[Any], float] = itemgetter(1)) -> list[Each]:
     """Return those of `points`, which ascend in bytes, that cost less than all before them."""
-    kept: list[Each] = []
+    best: list[Each] = []
     for point in points:
-        if not kept or cost_of(point) < cost_of(kept[-1]):
-            kept.append(point)
-    return kept
+        if not best or cost_of(point) < cost_of(best[-1]):
+            best.append(point)
+    return best
 
 
 def thin(states: list[State], limit: int) -> list[State]:
@@ -146,10 +146,10 @@ def _summed(a: list[State], b: list[State], limit: int, *, symmetric: bool = Fal
 
     By numpy where there are many, which finds the same as plain Python.
     """
-    kept: list[State]
+    states: list[State]
     if np is None or len(a) * len(b) < _FEW_PAIRS:
         rows = ((i, j) for i in range(len(a)) for j in range(i if symmetric else 0, len(b)))
-        kept = non_dominated(sorted((a[i][0] + b[j][0], a[i][1] + b[j][1], (i, j)) for i, j in rows))
+        states = non_dominated(sorted((a[i][0] + b[j][0], a[i][1] + b[j][1], (i, j)) for i, j in rows))
     else:
         first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
         sizes, costs = (
@@ -159,8 +159,8 @@ def _summed(a: list[State], b: list[State], limit: int, *, symmetric: bool = Fal
         order = np.lexsort((costs, sizes))  # stable, as Python's sort is
         cheapest = np.minimum.accumulate(costs[order])
         best = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
-        kept = [(int(sizes[k]), float(costs[k]), (int(first[k]), int(second[k]))) for k in best]
-    return [(size, cost, tuple(map(add, a[i][2], b[j][2]))) for size, cost, (i, j) in _few(kept, limit)]
+        states = [(int(sizes[k]), float(costs[k]), (int(first[k]), int(second[k]))) for k in best]
+    return [(size, cost, tuple(map(add, a[i][2], b[j][2]))) for size, cost, (i, j) in _few(states, limit)]
 
 
 def _best(states: Iterable[State], limit: int) -> list[State]:
@@ -177,10 +177,10 @@ def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budg
         steps += [((c0 - c1) / (b1 - b0), b1 - b0, count) for (b0, c0), (b1, c1) in pairwise(hull)]
     if base_bytes > budget:
         return None
-    left, cost = float(budget - base_bytes), base_cost
+    remaining, cost = float(budget - base_bytes), base_cost
     for slope, size, count in sorted(steps, key=lambda s: -s[0]):
-        taken = min(left, size * count)
-        cost, left = cost - slope * taken, left - taken
+        taken = min(remaining, size * count)
+        cost, remaining = cost - slope * taken, remaining - taken
     return cost
 
 
@@ -248,13 +248,13 @@ def _decided(op: Op, i: int, states: dict[int, list[State]]) -> dict[int, list[S
     grown: dict[int, list[State]] = {}
     for required, choices in states.items():
         rest = required & ~bit
-        kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]
+        saving = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]
         if op.forced == "save":
-            grown.setdefault(rest, []).extend(kept)
+            grown.setdefault(rest, []).extend(saving)
         elif required & bit or op.needed or op.forced == "replay":
             grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in choices)
             if op.keepable and op.forced is None:
-                grown.setdefault(rest, []).extend(kept)
+                grown.setdefault(rest, []).extend(saving)
         else:
             grown.setdefault(rest, []).extend(choices)
     return {required: non_dominated(sorted(choices)) for required, choices in grown.items()}

@@ -163,7 +163,7 @@ def _tag(graph: fx.Graph) -> None:
     late: set[fx.Node] = set()
     for node in graph.nodes:
         begins = node.op == "placeholder" and "tangents" in str(node.target)
-        if begins or any(each in late for each in node.all_input_nodes):
+        if begins or any(operand in late for operand in node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function":
             if node.target is operator.getitem:
@@ -286,11 +286,11 @@ class _Graph:
         """Return the storages that the kernel of a node reads, through the nodes fused into it."""
         if node not in self._reads:
             # Not a set, which would order them, and so the frees in the log, by their addresses.
-            found: dict[fx.Node, None] = {}
+            nodes: dict[fx.Node, None] = {}
             for read in node.all_input_nodes:
                 base = self.root[read]
-                found |= {base: None} if base in self.real else self.reads(base)
-            self._reads[node] = found
+                nodes |= {base: None} if base in self.real else self.reads(base)
+            self._reads[node] = nodes
         return self._reads[node]
 
     def log(

@@ -61,13 +61,13 @@ class Recorded:
     def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         level = peak = net = 0
         new: dict[int, int] = {}
-        left, late = set(there), []
+        remaining, late = set(there), []
         for number, size in self.entries:
             if number not in self.exposed:
                 change = size or -self.sizes[number]
                 net += change
             elif size:
-                if number in left or number in new:
+                if number in remaining or number in new:
                     continue
                 new[number] = change = size
             elif number in self.late:
@@ -75,14 +75,14 @@ class Recorded:
                 continue
             elif number in new:
                 change = -new.pop(number)
-            elif number in left:
-                left.remove(number)
+            elif number in remaining:
+                remaining.remove(number)
                 change = -self.sizes[number] if number in alone else 0
             else:
                 continue
             level += change
             peak = max(peak, level)
-        return Fold(peak, net, tuple(new.items()), tuple(n for n in there if n not in left), tuple(late))
+        return Fold(peak, net, tuple(new.items()), tuple(n for n in there if n not in remaining), tuple(late))
 
 
 class Running(NamedTuple):
