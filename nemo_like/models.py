@@ -268,10 +268,8 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     parts = getattr(config, "sub_configs", None) or {}
     if not getattr(config, "is_encoder_decoder", False) and not set(parts) - {"text_config"}:
         kinds = {"CAUSAL_LM": kinds["CAUSAL_LM"]} | kinds
-    for kind, auto in kinds.items():
-        if type(config) in getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {}):
-            return getattr(transformers, auto)
-    return transformers.AutoModel
+    mappings = ((auto, getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {})) for kind, auto in kinds.items())
+    return getattr(transformers, next((auto for auto, known in mappings if type(config) in known), "AutoModel"))
 
 
 def _import_factory(spec: str) -> Callable[[], Any]:

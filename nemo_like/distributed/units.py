@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_name
+from nemo_like._util.table import totals
 from nemo_like._util.words import a_or_an
 
 
@@ -319,10 +320,7 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
 
     FSDP2 reduces the gradients of a unit in one buffer and refuses more than one dtype there (frozen ones may differ).
     """
-    elements: dict[torch.dtype, int] = {}
-    for param in unit.params:
-        if param.requires_grad:
-            elements[param.dtype] = elements.get(param.dtype, 0) + param.numel()
+    elements = totals((param.dtype, param.numel()) for param in unit.params if param.requires_grad)
     if len(elements) < 2:
         return
     main = max(elements, key=lambda dtype: elements[dtype])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.table import byte_word, totals
+from nemo_like._util.table import byte_word, grouped, totals
 from nemo_like._util.words import MIB
 from nemo_like.explaining.explanation import Explanation, FailedRequest, MemoryRow
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
@@ -247,11 +247,9 @@ def _by_layer(parts: StepParts, alive: Iterable[Block]) -> tuple[int, ...]:
 def _rows(
     parts: StepParts, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]
 ) -> Iterable[MemoryRow]:
-    places_of: dict[MemoryKind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
-    for block in alive:
-        places_of[parts.named[block].kind][_stack_words(block.frames)].append(block)
+    of_kinds = grouped((parts.named[block].kind, (_stack_words(block.frames), block)) for block in alive)
     for kind, size in sizes.most_common():
-        where, places = "", places_of[kind]
+        where, places = "", grouped(of_kinds[kind])
         if kind is MemoryKind.ACTIVATIONS and layers:
             alike = max(layers) - min(layers) <= _ALIKE * max(layers)
             words = "all alike" if alike else f"{min(layers) / MIB:,.0f} to {max(layers) / MIB:,.0f} MiB"

@@ -137,12 +137,13 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
     requested = re.search(f"Triedtoallocate{_SIZE}", text)
     device = re.search(r"(?:GPU|NPU|XPU)(\d+)(?:;|hasatotal)", text)
     allocated = size("allocated memory {} is allocated by", "{} already allocated", "MPS allocated: {}")
-    unallocated, form = size("and {} is reserved by PyTorch but"), "torch 2.1+"
-    if unallocated is None:
-        unallocated, form = size(r"{} cached\)"), "torch 1.0 to 1.3"  # these have it besides the allocated bytes
     reserved = size("{} reserved in total")
-    if unallocated is None and reserved is not None:
-        unallocated, form = None if allocated is None else max(0, reserved - allocated), "torch 1.4 to 2.0"
+    forms = {
+        "torch 2.1+": size("and {} is reserved by PyTorch but"),
+        "torch 1.0 to 1.3": size(r"{} cached\)"),  # these have it besides the allocated bytes
+        "torch 1.4 to 2.0": None if reserved is None or allocated is None else max(0, reserved - allocated),
+    }
+    form, unallocated = next(((form, free) for form, free in forms.items() if free is not None), ("cut off", None))
     process = size("his process has {} memory in use")
     others = {
         int(number): _bytes(value, unit)
@@ -151,8 +152,6 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
     if kind == "MPS":
         beside, form = size("other allocations: {}"), "mps"
         process = None if allocated is None or beside is None else allocated + beside
-    elif unallocated is None:
-        form = "cut off"
     total, free = size("total capaci?ty of {}", "{} total capacity"), size("of which {} is free", "; {} free")
     if process is None and allocated is not None and unallocated is not None:
         this = _own_process(

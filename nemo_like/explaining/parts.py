@@ -8,13 +8,13 @@ its own stack, the one that freed it, or sizes equal to those of gradients or st
 
 import functools
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
 
-from nemo_like._util.table import totals
+from nemo_like._util.table import grouped, totals
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
 
@@ -148,20 +148,25 @@ def _layers(
 
     A forward that began again without a backward has none: where one ends and the next begins is not recorded.
     """
-    places: dict[tuple[Phase, int], dict[Mark, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, (block, phase, mark) in enumerate(zip(allocations, phases, marks)):
-        if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames:
-            places[phase, steps[number]][mark].append(number)
+    passes = grouped(
+        ((phase, step), (mark, number))
+        for number, (block, phase, step, mark) in enumerate(zip(allocations, phases, steps, marks))
+        if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames
+    )
     layer_of, forwards = dict[int, int](), Counter[int]()  # forwards by their number of layers
-    for (phase, _), by_mark in places.items():
+    for (phase, _), places in passes.items():
+        by_mark = grouped(places)
         count = _count(by_mark.values(), allocations)
         if count is None or (phase is Phase.FORWARD and _begins_again(count, by_mark, allocations)):
             continue
         if phase is Phase.FORWARD:
             forwards[count] += 1
-        for numbers in by_mark.values():
-            if len(numbers) % count == 0:
-                layer_of |= {number: k * count // len(numbers) for k, number in enumerate(numbers)}
+        layer_of |= {
+            number: k * count // len(numbers)
+            for numbers in by_mark.values()
+            if len(numbers) % count == 0
+            for k, number in enumerate(numbers)
+        }
     return layer_of, max(forwards, key=forwards.__getitem__, default=None)
 
 
@@ -254,11 +259,8 @@ def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Bl
 
 def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
     """Return how often each size occurs among one step's blocks of a kind, at most."""
-    steps: dict[int, Counter[int]] = defaultdict(Counter)
-    for block, each in named.items():
-        if each.kind is kind:
-            steps[each.step][rounded(block)] += 1
-    return functools.reduce(operator.or_, steps.values(), Counter[int]())
+    steps = grouped((each.step, rounded(block)) for block, each in named.items() if each.kind is kind)
+    return functools.reduce(operator.or_, map(Counter, steps.values()), Counter[int]())
 
 
 def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:

@@ -117,10 +117,9 @@ def _look_behind(error: BaseException | None) -> BaseException | None:
 
 def place_of(error: BaseException) -> str:
     """``", in line 12 of package.module"``: the innermost line of the model's code that `error` came from."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _package(frame) not in ("torch", __name__.partition(".")[0]):
-            return f", in line {line} of {frame.f_globals.get('__name__', '')}"
-    return ""
+    innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
+    theirs = (each for each in innermost_first if _package(each[0]) not in ("torch", __name__.partition(".")[0]))
+    return next((f", in line {line} of {frame.f_globals.get('__name__', '')}" for frame, line in theirs), "")
 
 
 def _package(frame: FrameType) -> str:

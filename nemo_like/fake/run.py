@@ -109,18 +109,21 @@ class FakeRun(TorchDispatchMode):
                 if func is _LAYER_NORM and self.cuda is not None:
                     return _statistics_in_float32(*func(*args, **kwargs))
                 return _RULES[func](func, *args, **kwargs) if func in _RULES else func(*args, **kwargs)
-        if any(t.untyped_storage() in self._unknown for t in inputs):
-            return self._beside_unknown(func, args, kwargs)
+        # Real tensors with values that mean nothing: views of them share their storage, all else is fake.
+        unknown = any(t.untyped_storage() in self._unknown for t in inputs)
         if (
-            inputs
+            not unknown
+            and inputs
             and all(_small(t) for t in inputs)
             and (_shaped_by_values(func) or not any("Tensor" in str(out.type) for out in func._schema.returns))
         ):
             return func(*args, **kwargs)  # a question about values, and the values are there
-        if ops.facts(func).free and inputs and not written and not _allocates(func):
+        if ops.facts(func).free and inputs and (unknown or not written) and not _allocates(func):
             return func(*args, **kwargs)  # a view shares an existing storage
         with self.fake:
             shaped = func(*args, **kwargs)
+        if unknown:
+            return written[0] if len(written) == 1 and isinstance(shaped, torch.Tensor) else shaped
         outputs = tensors_in(shaped)
         if not outputs or not all(_small(t) for t in (*inputs, *outputs)):
             return shaped
@@ -130,15 +133,6 @@ class FakeRun(TorchDispatchMode):
             return torch.ones(shaped.shape, dtype=shaped.dtype) if shaped.numel() == 1 else shaped
         known = bool(inputs) or func in _CONSTANTS
         return func(*args, **kwargs) if known and not (random or _allocates(func)) else shaped
-
-    def _beside_unknown(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An op on real tensors with values that mean nothing: views of them share their storage, all else is fake."""
-        if ops.facts(func).free and tensors_in((args, kwargs)) and not _allocates(func):
-            return func(*args, **kwargs)
-        with self.fake:
-            shaped = func(*args, **kwargs)
-        written = ops.written_tensors(func, args, kwargs)
-        return written[0] if len(written) == 1 and isinstance(shaped, torch.Tensor) else shaped
 
     def casting(self) -> AbstractContextManager[Any]:
         """Return the context that forward passes run in: autocast, for a model that FSDP2 does not cast; backward runs
@@ -179,16 +173,13 @@ class FakeRun(TorchDispatchMode):
 
     def state(self, module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
-        tensors: dict[int, torch.Tensor] = {}
-        state: dict[str, torch.Tensor] = {}
-        for name, tensor in module.named_parameters(remove_duplicate=False):
-            if id(tensor) not in tensors:
-                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                tensors[id(tensor)] = fake_parameter(self.fake, tensor, kind)
-            state[name] = tensors[id(tensor)]
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            state[name] = tensors.setdefault(id(buffer), self.sample(buffer))
-        return state
+        fakes: dict[int, torch.Tensor] = {
+            id(t): fake_parameter(self.fake, t, dtype if dtype is not None and t.is_floating_point() else t.dtype)
+            for t in module.parameters()
+        }
+        fakes |= {id(buffer): self.sample(buffer) for buffer in module.buffers() if id(buffer) not in fakes}
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {name: fakes[id(tensor)] for name, tensor in named}
 
 
 def check_layouts(tensors: Sequence[torch.Tensor]) -> None:

@@ -44,10 +44,12 @@ def about_run(options: Any, files: str, model: torch.nn.Module) -> dict[str, Any
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], way_out: str) -> None:
     """Raise ValueError where the checkpoint belongs to another run; log once which optional facts changed."""
-    was, wrong = saved.get("fixed", {}), []
-    for name, value in now["fixed"].items():  # first: another one of them may change the samples and the shapes, too
-        if was.get(name) != value:
-            wrong.append(f"{flag(name)} was {was.get(name)!r} when the checkpoint was written, and is {value!r} now")
+    was = saved.get("fixed", {})
+    wrong = [  # first: another one of them may change the samples and the shapes, too
+        f"{flag(name)} was {was.get(name)!r} when the checkpoint was written, and is {value!r} now"
+        for name, value in now["fixed"].items()
+        if was.get(name) != value
+    ]
     if saved.get("files") != now["files"]:
         here, there = (about.get("data") or "the standard library" for about in (now, saved))
         wrong.append(f"--data: {here} holds other data than the checkpoint's run read, from {there}")

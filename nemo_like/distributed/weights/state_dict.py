@@ -48,9 +48,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     Raises:
         ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has.
     """
-    check_model(model)
-    if full:
-        _refuse_part(model, "pipeline.full_state_dict() gathers the whole weights")
+    _check(model, full, "pipeline.full_state_dict() gathers the whole weights")
     state: dict[str, Tensor] = {}
     for slot in _saved_slots(model):
         tensor = without_float8(slot.tensor.detach())
@@ -100,9 +98,7 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
         ValueError: `full`, and `model` is the part of a model that a rank of a pipeline has; or a parameter of
             `optimizer` is not in `model`.
     """
-    check_model(model)
-    if full:
-        _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
+    _check(model, full, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
     state: dict[str, Any] = {}
     optimized = _optimized(model, optimizer)
     for name, (parameter, group) in optimized.items():
@@ -271,8 +267,9 @@ def _groups_of_all_stages(model: nn.Module, groups: list[dict[str, Any]]) -> lis
     return list(together.values())
 
 
-def _refuse_part(model: nn.Module, way_out: str) -> None:
-    if hasattr(model, STAGES_MARK):
+def _check(model: nn.Module, full: bool, way_out: str) -> None:
+    check_model(model)
+    if full and hasattr(model, STAGES_MARK):
         raise ValueError(f"full=True, and this module has the stages of one rank of a pipeline alone: {way_out}.")
 
 
