@@ -3,6 +3,9 @@
 State that one mode writes, every other mode and the original model read: no name has ``_checkpoint_wrapped_module``,
 ``_orig_mod`` or ``module.`` in it. *Whole* state is one plain tensor per name, for files of other tools; *sharded*
 state is each rank's own part, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
+
+Not by `torch.distributed.checkpoint.state_dict`: it makes no moments once one parameter has a gradient or a state, so that
+those of a part that was not used yet would have no place to be read into, and it knows one piece of a tensor on each rank.
 """
 
 import functools
@@ -19,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.module_tree import check_model
+from nemo_like._util.table import grouped
 from nemo_like.distributed import launch
 from nemo_like.distributed.consistency_checks import wire_device
 from nemo_like.distributed.weights.replaced import refuse_whole_moments, watch_steps
@@ -260,11 +264,9 @@ def _groups_of_all_stages(model: nn.Module, groups: list[dict[str, Any]]) -> lis
         return groups
     everyone: list[Any] = [None] * dist.get_world_size(stages)
     dist.all_gather_object(everyone, groups, group=stages)
-    together: dict[str, dict[str, Any]] = {}
-    for group in (group for of_rank in everyone for group in of_rank):
-        first = together.setdefault(_options(group), {**group, "params": []})
-        first["params"] = list(dict.fromkeys([*first["params"], *group["params"]]))
-    return list(together.values())
+    alike = grouped((_options(group), group) for of_rank in everyone for group in of_rank).values()
+    names = (dict.fromkeys(name for group in groups for name in group["params"]) for groups in alike)
+    return [first | {"params": list(params)} for (first, *_), params in zip(alike, names)]
 
 
 def _check(model: nn.Module, full: bool, way_out: str) -> None:
