@@ -250,10 +250,10 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
 
 def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Block]:
     """Yield of the blocks of each size as many as are wanted of it, the first ones; sizes are those of `rounded`."""
-    left = Counter(wanted)
+    missing = Counter(wanted)
     for block in blocks:
-        if left[rounded(block)] > 0:
-            left[rounded(block)] -= 1
+        if missing[rounded(block)] > 0:
+            missing[rounded(block)] -= 1
             yield block
 
 

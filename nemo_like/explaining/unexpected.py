@@ -113,14 +113,14 @@ def _left_behind(timeline: MemoryTimeline, parts: StepParts) -> Iterator[tuple[s
         "state_dict() has made it, for a checkpoint, and it is still there",
         "nemo_like.distributed.get_model_state(model, full=True), which gathers into CPU memory",
     )
-    left = {block: since for block, since in of_steps.items() if parts.named[block].kind in _LEFT}
-    for place, blocks in grouped((place_of(block.frames), block) for block in left).items():
+    leftovers = {block: since for block, since in of_steps.items() if parts.named[block].kind in _LEFT}
+    for place, blocks in grouped((place_of(block.frames), block) for block in leftovers).items():
         if len({parts.named[block].step for block in blocks}) >= _STEPS:
             born = [block.born for block in blocks]
             which = "step" if _any_between(min(born), max(born), updates) else "micro-batch"
             yield (
                 "growth",
-                {block: left[block] for block in blocks},
+                {block: leftovers[block] for block in blocks},
                 f"each {which} leaves some behind, made at {place}",
                 "",
             )

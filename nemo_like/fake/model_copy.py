@@ -68,7 +68,7 @@ def copy_to_keep(model: nn.Module) -> nn.Module:
 
 
 def _on_meta(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
-    return {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in parameters}
+    return {id(param): nn.Parameter(param.detach().to("meta"), param.requires_grad) for param in parameters}
 
 
 @contextmanager

@@ -129,18 +129,18 @@ class StoredSource:
         boxes = [
             (self._stored[n], box) for n, t in targets.items() if n in self._stored for box in boxes_of(t.detach())
         ]
-        made = {name: self._made[name] for name in targets if name in self._made}
+        makers = {name: self._made[name] for name in targets if name in self._made}
         boxes += [
             piece
-            for name, (conversion, _) in made.items()
+            for name, (conversion, _) in makers.items()
             if conversion.parts
             for box in boxes_of(targets[name].detach())
             for piece in self._expert_pieces(name, *box)
         ]
         self._fill_boxes(boxes)
-        for conversion in {id(each): each for each, _ in made.values() if not each.parts}.values():
+        for conversion in {id(maker): maker for maker, _ in makers.values() if not maker.parts}.values():
             tensors = conversion.convert(self._read)
-            for name, (maker, key) in made.items():
+            for name, (maker, key) in makers.items():
                 if maker is conversion:
                     copy_whole(targets[name], tensors[key])
 
