@@ -880,7 +880,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "distributed/tensor/plan.py",
         "return partial(method, self) if isinstance(method, FunctionType)",
-        "return MethodType(method, self) if isinstance(method, FunctionType)",
+        'return __import__("types").MethodType(method, self) if isinstance(method, FunctionType)',
         "tests_distributed/test_compiled_ranks.py",
     ),
     Fault(

@@ -67,7 +67,12 @@ def causal_attention(
     return out.to(query.dtype), total
 
 
-def _merge(out: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
+def _merge(
+    out: Tensor,  # (B, H, rows, D)
+    total: Tensor,  # (B, H, rows)
+    part: Tensor,  # (B, H, rows, D)
+    lse: Tensor,  # (B, H, rows)
+) -> None:
     """Merge the attention of some queries over more keys into theirs so far, in place."""
     after = torch.logaddexp(total, lse)
     out.mul_(total.sub_(after).exp_()[..., None]).addcmul_(part.to(out.dtype), (lse - after).exp_()[..., None])
@@ -76,12 +81,12 @@ def _merge(out: Tensor, total: Tensor, part: Tensor, lse: Tensor) -> None:
 
 @torch.library.custom_op("nemo_like::causal_attention_backward", mutates_args=())
 def causal_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
+    grad: Tensor,  # (B, H, L, D)
+    query: Tensor,  # (B, H, L, D)
+    key: Tensor,  # (B, KV heads, L, D)
+    value: Tensor,  # (B, KV heads, L, D)
+    out: Tensor,  # (B, H, L, D)
+    total: Tensor,  # (B, H, L), log-sum-exps over all keys
     scale: float,
     method: str,
     rank: int,

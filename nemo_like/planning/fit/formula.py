@@ -17,7 +17,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.fake.run import ranks_reached
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import CONTEXT_METHODS, FSDP2, ChunkedLoss, PipelineParallel, parse_bytes
+from nemo_like.options import CONTEXT_METHODS, ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZERS
 from nemo_like.options.parallel import in_stage, moves_state, unit_reshards
 from nemo_like.options.pipelining import SCHEDULES
@@ -108,16 +108,6 @@ class Estimate(NamedTuple):
     seconds: Tensor
     bytes: Tensor
     host: Tensor  # Bytes in CPU memory, by layout and way.
-
-
-@dataclass(frozen=True)
-class Way:
-    """Options that change no size, in the words of `Layout`, but for the mode."""
-
-    loss: str = "model"
-    offload: str = "none"
-    fsdp: FSDP2 = FSDP2()
-    sync: str = "every"
 
 
 class Formula:
@@ -257,8 +247,11 @@ class Formula:
                 self._rows[ep] = sum(ranks_reached(experts_per_token(model) or 1, count, routing))
         return self._rows[ep]
 
-    def estimate(self, layouts: Sequence[Layout], ways: Sequence[Way]) -> Estimate:
-        """Return seconds and bytes of all `layouts`, run in all `ways` under all modes."""
+    def estimate(self, layouts: Sequence[Layout], ways: Sequence[Layout]) -> Estimate:
+        """Return seconds and bytes of all `layouts`, run in all `ways` under all modes.
+
+        ways: the options that change no size: loss, offloading, those of FSDP2, and when gradients are reduced.
+        """
         columns = _Columns(self, layouts, ways)
         return Estimate(seconds_of(columns), bytes_of(columns), columns.host_bytes)
 
@@ -288,7 +281,7 @@ _BY_MODE = ("held", *(name for name, _, _ in _LAUNCHING))
 class _Columns:
     """Numbers of all layouts as columns (layouts, 1, 1), of ways as (1, ways, 1), of modes as (1, 1, modes)."""
 
-    def __init__(self, formula: Formula, layouts: Sequence[Layout], ways: Sequence[Way]) -> None:
+    def __init__(self, formula: Formula, layouts: Sequence[Layout], ways: Sequence[Layout]) -> None:
         self.formula, self.layouts, self.ways = formula, layouts, ways
         self.device, base = formula.device, formula.base
         names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "grad_accum")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +28,15 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.options.flag import Flag
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.account import Explained, account_of, setting
+from nemo_like.planning.account import Explained, setting
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import MOST_STAGES, SHARDING, Layout
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.storages import Peak
-from nemo_like.planning.planner import describe
-from nemo_like.planning.predictions.reserved import Need, Outside, outside_of
-from nemo_like.planning.predictions.seconds import HOST, Links, StepSeconds, step_seconds
+from nemo_like.planning.predictions.reserved import Need, Outside
+from nemo_like.planning.predictions.seconds import HOST, Links, StepSeconds
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import largest, least_need
 from nemo_like.profiling.larger_batch import most_elements
@@ -147,55 +145,13 @@ class Candidate(Explained):
         }
 
 
-def candidate_of(
-    job: Job,
-    query: PlanQuery,
-    layout: Layout,
-    choices: Choices,
-    peak: Peak,
-    need: Need,
-    *,
-    seq_len: int,
-    limit: int,
-    budget: str = "",
-) -> Candidate:
-    """Return a planned layout as a candidate.
-
-    Args:
-        job: to train with.
-        query, choices, peak, need: the job on a traced model, the choice of each layer call, and the bytes they take.
-        seq_len: tokens of a sequence. limit: bytes that a step may take.
-        budget: the peak that a plan was made for, as it is written after ``ac=``; empty: a mode.
-    """
-    plan, seconds = None, step_seconds(query, choices)
-    if budget:
-        reserved = None if need.reserved is None else [need.reserved]
-        job, plan = job.change(ac=budget), describe(query, choices, budget, reserved=reserved)
-    return Candidate(
-        layout,
-        job,
-        peak,
-        need,
-        seconds,
-        tokens=layout.sequences * seq_len,
-        model_flops=_flops(query, layout, seq_len) * layout.grad_accum / layout.pp,
-        peak_flops=query.device.peak_flops,
-        fits=need.bytes <= limit,
-        host_bytes=host_bytes_of(query, choices),
-        plan=plan,
-        sample=query.traced.sample,
-        outside=outside_of(job, query.device),
-        explain=partial(account_of, query, choices),
-    )
-
-
 def host_bytes_of(query: PlanQuery, choices: Choices) -> int:
     """Return the bytes that one rank has in CPU memory: its state, and activations that layers move there."""
     moved = sum(sum(stage.moved(chosen)) for stage, chosen in zip(query.stages, choices))
     return max(stage.state_on_host for stage in query.stages) + moved
 
 
-def _flops(query: PlanQuery, layout: Layout, seq_len: int) -> float:
+def model_flops(query: PlanQuery, layout: Layout, seq_len: int) -> float:
     """Return the FLOPs of one micro-batch in all stages of a rank's shape, without recomputation."""
     parts = [stage.part for stage in query.stages]
     layers = sum(part.problems[call.kind].trace.flops for part in parts for call in part.traced.calls)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,16 @@ from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
-from nemo_like.planning.fit.formula import BY_SPEED, Formula, Way
+from nemo_like.planning.account import account_of
+from nemo_like.planning.fit.formula import BY_SPEED, Formula
 from nemo_like.planning.fit.layouts import MOVED, SHARDING, Layout, job_of
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.report import Candidate, candidate_of, host_bytes_of
+from nemo_like.planning.fit.report import Candidate, host_bytes_of, model_flops
 from nemo_like.planning.memory_model.storages import Peak
-from nemo_like.planning.planner import balanced
+from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.predictions.budget_search import plan_within
 from nemo_like.planning.predictions.rank import fullest_peaks
-from nemo_like.planning.predictions.reserved import ALLOCATED, Need, most_allocated, verdict
+from nemo_like.planning.predictions.reserved import ALLOCATED, Need, most_allocated, outside_of, verdict
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Traced
 
@@ -114,7 +116,7 @@ class Ranking:
             self.rejected["CPU memory"] += full
         return allowed & fits
 
-    def _fine(self, way: Way, staged: bool, sharded: bool, accumulates: bool) -> bool:
+    def _fine(self, way: Layout, staged: bool, sharded: bool, accumulates: bool) -> bool:
         """Return whether layouts that have stages, shards and several micro-batches, or none, are run in a way."""
         pins = self.question.pins
         if way.sync != self.ways[0].sync and (staged or not (sharded and accumulates)):
@@ -218,14 +220,14 @@ class Ranking:
 _KIN = 3  # The first so many of these make kin.
 
 
-def _ways(question: Question, formula: Formula) -> list[Way]:
-    """Return the ways to run a layout that the pins allow."""
+def _ways(question: Question, formula: Formula) -> list[Layout]:
+    """Return the ways to run a layout that the pins allow: options that change no size, without a mode."""
     pins = question.pins
     losses = pins.get("loss", ("model", "chunked"))
     if "chunked" in losses and not formula.can_chunk():
         losses = tuple(loss for loss in losses if loss != "chunked")
     return [
-        Way(loss, offload, fsdp, sync)
+        Layout(loss=loss, offload=offload, fsdp=fsdp, sync=sync)
         for loss in losses
         for offload in pins.get("offload", ("none", "boundary"))
         for fsdp in question.shardings
@@ -399,8 +401,10 @@ class Search:
         Raises:
             ValueError: it cannot be run, or the model cannot have that shape.
         """
-        ranking, question = entry.ranking, entry.ranking.question
-        layout = ranking.layouts[entry.layout].way(ac=mode, **vars(ranking.ways[entry.way]))
+        ranking, question, way = entry.ranking, entry.ranking.question, entry.ranking.ways[entry.way]
+        layout = ranking.layouts[entry.layout].way(
+            ac=mode, loss=way.loss, offload=way.offload, fsdp=way.fsdp, sync=way.sync
+        )
         job = job_of(question.job, layout, question.limit_of, question.asked)
         query = self.trace(question, layout.micro_batch).query(job)
         if query.is_pipeline and query.pp.balance == "memory":
@@ -447,15 +451,24 @@ class Search:
         return replace(row, layout=layout, choices=choices, peak=peak, need=need, seconds=seconds, budget=budget)
 
     def _candidate(self, row: PlannedLayout) -> Candidate:
-        question = row.entry.ranking.question
-        return candidate_of(
-            row.job,
-            row.query,
-            row.layout,
-            row.choices,
+        question, query, layout, choices = row.entry.ranking.question, row.query, row.layout, row.choices
+        job, plan = row.job, None
+        if row.budget:
+            reserved = None if row.need.reserved is None else [row.need.reserved]
+            job, plan = job.change(ac=row.budget), describe(query, choices, row.budget, reserved=reserved)
+        return Candidate(
+            layout,
+            job,
             row.peak,
             row.need,
-            seq_len=question.seq_len,
-            limit=question.limit_of(row.query.job),
-            budget=row.budget,
+            step_seconds(query, choices),
+            tokens=layout.sequences * question.seq_len,
+            model_flops=model_flops(query, layout, question.seq_len) * layout.grad_accum / layout.pp,
+            peak_flops=query.device.peak_flops,
+            fits=row.need.bytes <= question.limit_of(query.job),
+            host_bytes=host_bytes_of(query, choices),
+            plan=plan,
+            sample=query.traced.sample,
+            outside=outside_of(job, query.device),
+            explain=partial(account_of, query, choices),
         )
