@@ -1,7 +1,6 @@
 """The table of operators: what it says of each and their names; FLOP rules against formulas by hand and PyTorch's."""
 
 import contextlib
-import dataclasses
 import logging
 import sys
 from types import SimpleNamespace
@@ -81,8 +80,7 @@ def test_a_packet_leaves_out_what_writes_and_what_takes_no_tensor():
 
 
 def test_a_packet_means_the_same_in_a_config_and_in_a_policy():
-    config = CheckpointConfig(enabled=True, ops_to_save=["aten.mm", "aten.max"])
-    config = dataclasses.replace(config, profile_before_apply=False)
+    config = CheckpointConfig(enabled=True, ops_to_save=["aten.mm", "aten.max"], profile_before_apply=False)
     by_config = config_specs(model := PlainDecoder(), find_layers(model), config)[0].policy
     by_hand = policies.SelectivePolicy(every_nth_matmul=None, save_ops=("aten.mm", "aten.max"))
     assert set(by_config.tracked_ops()) == set(by_hand.tracked_ops()) == resolve_op("aten.mm") | resolve_op("aten.max")

@@ -104,10 +104,8 @@ def _run(module, args, kwargs, table, seed=7):
         tensor.grad = None
     torch.manual_seed(seed)
     with LiveBytes() as meter:
-        if table is None:
-            out = module(*args, **kwargs)
-        else:
-            out = run_region(module, args, kwargs, policy=table, name="layer")
+        plain = table is None
+        out = module(*args, **kwargs) if plain else run_region(module, args, kwargs, policy=table, name="layer")
     outputs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
     held = meter.live - sum(meter.sizes.get(number, 0) for number in set(map(meter.number, outputs)))
     roots = [t for t in outputs if t.requires_grad]

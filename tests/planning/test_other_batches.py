@@ -56,8 +56,7 @@ def _chosen(ac):
 )
 def test_a_larger_batch_than_planned_is_said_once_and_trains_right(logs, options):
     plain = _model()
-    planned = copy.deepcopy(plain)
-    planned = parallelize(planned, device="cpu", **options())
+    planned = parallelize(copy.deepcopy(plain), device="cpu", **options())
     said = []
     for rows, width in ((2, 16), (1, 16), (2, 24), (4, 24)):
         ids = _ids(rows, width)

@@ -60,14 +60,14 @@ def test_mixed_meshes(rank: int, world_size: int) -> None:
     ]
     for gradient, (where, placements) in zip(whole_gradients, layouts):
         partial = any(placement.is_partial() for placement in placements)
-        if partial:
-            sharded = DTensor.from_local(gradient / where.size(), where, placements)
-        else:
-            sharded = distribute_tensor(gradient.clone(), where, placements)
         param = nn.Parameter(
             distribute_tensor(torch.zeros(8, 4), where, [Replicate()] * where.ndim if partial else placements)
         )
-        param.grad = sharded
+        param.grad = (
+            DTensor.from_local(gradient / where.size(), where, placements)
+            if partial
+            else distribute_tensor(gradient.clone(), where, placements)
+        )
         params.append(param)
     plain = nn.Parameter(torch.zeros(8, 4))
     plain.grad = whole_gradients[5].clone()

@@ -83,8 +83,7 @@ def test_adapters_on_a_frozen_base_train_in_every_mode(
     results = {}
     for ac in ("none", "full", "selective"):
         torch.manual_seed(0)
-        model = get_peft_model(build("llama"), config)
-        model = parallelize(model, strategy, ac)
+        model = parallelize(get_peft_model(build("llama"), config), strategy, ac)
         torch.manual_seed(1)
         loss_of(model, batch(2, seed=rank)).backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}

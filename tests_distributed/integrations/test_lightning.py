@@ -58,10 +58,8 @@ def _fabric(rank: int, world_size: int, folder: str, settings: dict[str, Any] | 
             with fabric.no_backward_sync(model, enabled=micro == 0):
                 loss = _loss(model, _ids(2 * number + micro, 0 if tp > 1 else rank))
                 fabric.backward(loss / 2)
-        if tp > 1:  # torch's own clipping, which Fabric calls, takes gradients of one mesh alone
-            norm = clip_grad_norm_(model.module, 0.5)
-        else:
-            norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        # torch's own clipping, which Fabric calls, takes gradients of one mesh alone.
+        norm = clip_grad_norm_(model.module, 0.5) if tp > 1 else fabric.clip_gradients(model, optimizer, max_norm=0.5)
         update(optimizer)
         losses.extend([loss.item(), whole(norm).item()])
 

@@ -61,12 +61,11 @@ def _reference(model: nn.Module, batch: dict[str, Tensor], microbatches: int = M
     count = int(batch["labels"][:, 1 if shifted else 0 :].ne(-100).sum())
     total = torch.zeros(())
     for ids, labels in zip(batch["input_ids"].chunk(microbatches), batch["labels"].chunk(microbatches)):
-        if shifted:
-            loss = model(input_ids=ids, labels=labels, num_items_in_batch=count).loss
-        else:
-            loss = F.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten(), reduction="sum") / count
-        loss.backward()
-        total += loss.detach()
+        total += backward(
+            model(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+            if shifted
+            else F.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten(), reduction="sum") / count
+        )
     return total
 
 

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nemo_like._util.json_file import replace_folder
 from nemo_like.distributed.ranks import OtherRankError, Ranks
 from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore
 from nemo_like.recipes.pretrain import main
+from tests.checks import whole
 from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import RankDiedError, on_ranks, refused_on_ranks, run_ranks
 
@@ -155,9 +156,7 @@ def _save_step(rank: int, world_size: int, folder: str, step: int) -> None:
 def _load_step(rank: int, world_size: int, folder: str) -> tuple[int | None, torch.Tensor, float]:
     state = _state(0.25, world_size)
     step = CheckpointStore(folder, _ranks(rank, world_size)).load(state, lambda about: None)
-    matrix = state["model"]["matrix"]
-    matrix = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-    return step, matrix, float(state["optimizer"]["matrix"]["step"])
+    return step, whole(state["model"]["matrix"]), float(state["optimizer"]["matrix"]["step"])
 
 
 def test_shards_of_two_ranks_load_on_four_and_on_one_and_back(tmp_path: Path):

@@ -141,8 +141,7 @@ def _filled(rank: int, world_size: int, path: str) -> list[str]:
     whole = dict(_mixtral(3).named_parameters())
     wrong = []
     for source in ({"state_dict": dict(whole)}, {"checkpoint": path}):
-        model = on_meta(_mixtral, 3)
-        model = materialize(parallelize(model, "fsdp2", "none", device="cpu"), **source)
+        model = materialize(parallelize(on_meta(_mixtral, 3), "fsdp2", "none", device="cpu"), **source)
         wrong += [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), whole[name])]
         state = get_model_state(model)
         wrong += [name for name, value in whole.items() if not torch.equal(state[name].full_tensor(), value)]

@@ -96,10 +96,8 @@ class Run:
     def loss(self) -> float:
         """Train one step."""
         self.whole.zero_grad()
-        if hasattr(self.whole, "step"):
-            loss = self.whole.step(**_batch())
-        else:
-            loss = backward(self.whole(**_batch()).loss)
+        staged = hasattr(self.whole, "step")
+        loss = self.whole.step(**_batch()) if staged else backward(self.whole(**_batch()).loss)
         self.optimizer.step()
         return float(loss.detach())
 

@@ -271,8 +271,7 @@ def test_a_meta_tensor_that_is_not_registered_is_an_error(make: Callable[[], Any
 @on_ranks(2, timeout=100)
 def test_a_forward_before_materialize_says_so_and_can_be_made_again(rank: int, world_size: int) -> None:
     expected = decoders.loss_of(decoders.build("llama").eval(), decoders.batch()).item()
-    model = on_meta(decoders.build, "llama")
-    model = parallelize(model, ac="full", device="cpu").eval()
+    model = parallelize(on_meta(decoders.build, "llama"), ac="full", device="cpu").eval()
     hooks = len(model._forward_pre_hooks)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"on the meta device.*call nemo_like\.distributed\.materialize"):

@@ -95,9 +95,8 @@ def test_lora_on_a_meta_base(options: dict[str, object], tmp_path: Path) -> None
     llama().save_pretrained(tmp_path)
     torch.manual_seed(0)
     eager = _adapted(type(llama()).from_pretrained(tmp_path), "embed_tokens", **options)
-    model = on_meta(lambda: _adapted(llama(), "embed_tokens", **options))
-    model = parallelize(model, strategy="fsdp2", ac="full", device="cpu")
-    materialize(model, checkpoint=tmp_path, seed=0)
+    meta = on_meta(lambda: _adapted(llama(), "embed_tokens", **options))
+    model = materialize(parallelize(meta, "fsdp2", "full", device="cpu"), checkpoint=tmp_path, seed=0)
     for name, wanted in eager.named_parameters():
         got = model.get_parameter(name)
         assert got.requires_grad == wanted.requires_grad
