@@ -35,8 +35,12 @@ REFUSED = {
 }  # fmt: skip
 OWN = {
     "falcon": causal("Falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
-    "t5gemma": lambda: _t5gemma(),
-    "roberta": lambda: _roberta(),
+    "t5gemma": hf(
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        **dict.fromkeys(("encoder", "decoder"), HEADED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    ),
+    "roberta": hf("RobertaForMaskedLM", "RobertaConfig", **ENCODER),
     "bert_classes": hf("BertForSequenceClassification", "BertConfig", **ENCODER),
     "longrope": lambda: hf("Phi3ForCausalLM", "Phi3Config", **COMMON, rope_parameters=_LONG)(),
     "flex": lambda: nn.Sequential(nn.Embedding(8, 8), nn.Sequential(_Flex(), _Flex()), nn.Linear(8, 8)),
@@ -54,17 +58,6 @@ class _Flex(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + flex_attention(*self.qkv(self.norm(x))[:, None].chunk(3, -1))[:, 0]
-
-
-def _t5gemma() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    part = dict(HEADED, head_dim=8, query_pre_attn_scalar=8)
-    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(encoder=part, decoder=part))
-
-
-def _roberta() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**ENCODER))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -104,26 +104,15 @@ def _batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _budget(model: nn.Module) -> None:
-    plan_for(model, ac="60%", sample_input=_batch(), gpu="h100-80gb")
-
-
-def _profiled(model: nn.Module) -> None:
-    MemoryProfiler(model, "cpu").profile(_batch(), 1)
-
-
-def _applied(model: nn.Module) -> None:
-    parallelize(model, "single", "60%", sample_input=_batch(), device="cpu")
-
-
-def _stages(model: nn.Module) -> None:
-    plan_for(
+PLANS: dict[str, Callable[[nn.Module], Any]] = {
+    "budget": lambda model: plan_for(model, ac="60%", sample_input=_batch(), gpu="h100-80gb"),
+    "profiled": lambda model: MemoryProfiler(model, "cpu").profile(_batch(), 1),
+    "applied": lambda model: parallelize(model, "single", "60%", sample_input=_batch(), device="cpu"),
+    "stages": lambda model: plan_for(
         model, ac="60%", sample_input=_batch(), world_size=2, pp=PipelineParallel(2, microbatches=2), gpu="h100-80gb"
-    )
-
-
-def _segments(model: nn.Module) -> None:
-    parallelize(model, "single", "sequential", sample_input=_batch(), device="cpu")
+    ),
+    "segments": lambda model: parallelize(model, "single", "sequential", sample_input=_batch(), device="cpu"),
+}
 
 
 def _state(value: Any, seen: dict[int, Any]) -> Any:
@@ -162,20 +151,20 @@ def _world(model: nn.Module) -> Any:
     return _state(model, {}), random.getstate(), *numbers
 
 
-@pytest.mark.parametrize("plans", [_budget, _stages, _profiled], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("plans", ["budget", "stages", "profiled"])
 @pytest.mark.parametrize("made", MODELS)
-def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module], None]) -> None:
+def test_a_plan_leaves_the_model_as_it_is(made: str, plans: str) -> None:
     model, called = seeded(MODELS[made]), []
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: called.append("before"))
         module.register_forward_hook(lambda *_: called.append("after"))
         module.register_full_backward_hook(lambda *_: called.append("backward"))
     before = _world(model)
-    if plans is _stages and made in ("shared_inside", "listed_twice"):
+    if plans == "stages" and made in ("shared_inside", "listed_twice"):
         with pytest.raises(ValueError, match=r"is used in 2 places|is called in"):
-            plans(model)
+            PLANS[plans](model)
     else:
-        plans(model)
+        PLANS[plans](model)
     assert _world(model) == before
     assert not called
 
@@ -212,7 +201,7 @@ def test_a_forward_put_on_one_module_runs_on_the_copy(kind: str) -> None:
         return forward(x)
 
     layer.forward = {"function": forward, "method": MethodType(as_method, layer), "partial": partial(as_method, layer)}[kind]
-    _budget(model)
+    PLANS["budget"](model)
     assert not seen and layer.calls == 0
 
 
@@ -220,7 +209,7 @@ def test_a_generator_is_refused_by_its_name() -> None:
     model = _plain()
     model.layers[0].words = (word for word in "abc")
     with pytest.raises(ValueError, match=r"Block\.words is a generator.*'selective'"):
-        _budget(model)
+        PLANS["budget"](model)
 
 
 class _Counted:
@@ -283,10 +272,6 @@ def _jagged(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
     return layers[1](layers[0](nested)).values()[None]
 
 
-def _summed(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-    return sum(layers[1](sum(layers[0](hidden))))
-
-
 def _append(out: Tensor, given: list[Tensor]) -> Tensor:
     given.append(out)
     return given[-1] + (given.pop(0) if len(given) > 1 else 0)
@@ -310,7 +295,10 @@ UNPLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _of(_make_late), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
     ),
     "a generator": (
-        lambda: Model([_Layer(None, lambda out: (part for part in (out, out))) for _ in range(2)], _summed),
+        lambda: Model(
+            [_Layer(None, lambda out: (part for part in (out, out))) for _ in range(2)],
+            lambda layers, hidden: sum(layers[1](sum(layers[0](hidden)))),
+        ),
         r"layers\.0 of Model returns a generator.*Return a list or a tuple",
     ),
     "a list": (
@@ -345,7 +333,7 @@ def test_what_cannot_be_planned_is_said_by_its_name(name: str) -> None:
     model = make()
     before = {n: type(p) for n, p in model.named_parameters()}
     with pytest.raises(ValueError, match=words):
-        _applied(model)
+        PLANS["applied"](model)
     assert {n: type(p) for n, p in model.named_parameters()} == before
 
 
@@ -386,9 +374,9 @@ def _count(layer: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("plans", [_budget, _profiled, _applied, _stages, _segments], ids=lambda plans: plans.__name__)
-def test_a_plan_leaves_context_variables_as_they_are(plans: Callable[[nn.Module], None]) -> None:
-    plans(_of(_count))
+@pytest.mark.parametrize("plans", PLANS)
+def test_a_plan_leaves_context_variables_as_they_are(plans: str) -> None:
+    PLANS[plans](_of(_count))
     assert _VARIABLE.get() == 0
 
 
@@ -399,5 +387,5 @@ def test_a_variable_that_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFi
         variable.set(1)
         return x
 
-    contextvars.copy_context().run(_budget, _of(put))
+    contextvars.copy_context().run(PLANS["budget"], _of(put))
     assert "The context variable 'without_default' was not set; a model's forward set it" in caplog.text

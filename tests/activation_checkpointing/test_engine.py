@@ -429,11 +429,10 @@ def dispatch(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
     return rows.roll(ORDER[0], 0), ORDER[0]
 
 
-def _order(ctx, inputs, output):
-    ctx.order = output[1]
-
-
-dispatch.register_autograd(lambda ctx, grad, _: grad.roll(-ctx.order, 0), setup_context=_order)
+dispatch.register_autograd(
+    lambda ctx, grad, _: grad.roll(-ctx.order, 0),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "order", output[1]),
+)
 DISPATCH = "nemo_like_tests.dispatch.default"
 
 

@@ -62,14 +62,6 @@ def slopes(fn: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.sum(), copies)]
 
 
-def compiled_counts(fn: Callable[..., Tensor], *inputs: Tensor) -> Graphs:
-    """The graphs of `fn`, compiled as one piece; its result and gradients are those of eager `fn`."""
-    graphs = Graphs()
-    assert_bitwise(slopes(torch.compile(fn, backend=graphs.backend, fullgraph=True), *inputs), slopes(fn, *inputs))
-    assert graphs.seen == 2
-    return graphs
-
-
 def matrices(count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(4, 4, generator=generator) for _ in range(count)]
@@ -141,7 +133,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, dict[str, tuple[int, int]]]] 
 @pytest.mark.parametrize("case", CASES)
 def test_operators_in_the_graphs_of_forward_and_backward(case: str) -> None:
     fn, count, expected = CASES[case]
-    graphs = compiled_counts(fn, *matrices(count))
+    graphs, inputs = Graphs(), matrices(count)
+    assert_bitwise(slopes(torch.compile(fn, backend=graphs.backend, fullgraph=True), *inputs), slopes(fn, *inputs))
+    assert graphs.seen == 2
     assert {name: graphs.forward[name] for name in expected} == {name: runs for name, (runs, _) in expected.items()}
     assert {name: graphs.backward[name] for name in expected} == {name: runs for name, (_, runs) in expected.items()}
 

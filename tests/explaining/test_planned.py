@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import Explanation, Job, StepSpec, dry_run, explain
+from nemo_like import Job, StepSpec, dry_run, explain
 from nemo_like.models import resolve_model, text_batch
 from tests.explaining.made import real
 from tests.explaining.taped import dry_runs_taped
@@ -94,19 +94,6 @@ def _loss(logits: Tensor) -> Tensor:
         return torch.mean(torch.gather(negative, -1, torch.zeros(logits.shape[:2], dtype=torch.long).unsqueeze(-1)))
 
 
-def _medium(snapshot: dict[str, Any]) -> Explanation:
-    with torch.device("meta"):
-        model = _medium_decoder()
-    job = Job.of(
-        strategy="single",
-        ac="none",
-        precision="bf16",
-        gpu="h100-80gb",
-        step=StepSpec(keeps_output=False, loss_fn=_loss),
-    )
-    return explain(snapshot, model=model, job=job, sample_input=torch.zeros(BATCH, TOKENS, dtype=torch.long))
-
-
 def _without_stacks(snapshot: dict[str, Any]) -> dict[str, Any]:
     for part in (*snapshot["device_traces"][0], *(b for each in snapshot["segments"] for b in each["blocks"])):
         part["frames"] = []
@@ -115,7 +102,12 @@ def _without_stacks(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("change", [lambda snapshot: snapshot, _without_stacks], ids=["stacks", "no stacks"])
 def test_a_published_record_beside_the_plan(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    made = _medium(change(real("gpt-medium-512-train")))
+    with torch.device("meta"):
+        model = _medium_decoder()
+    step = StepSpec(keeps_output=False, loss_fn=_loss)
+    job = Job.of(strategy="single", ac="none", precision="bf16", gpu="h100-80gb", step=step)
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    made = explain(change(real("gpt-medium-512-train")), model=model, job=job, sample_input=ids)
     assert made.comparison is not None and not made.comparison.refusal and not made.comparison.layers
     assert made.comparison.peak_bytes == pytest.approx(made.peak_bytes, rel=0.005)
     for part, (recorded, planned) in made.comparison.parts.items():

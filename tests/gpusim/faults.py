@@ -79,14 +79,6 @@ def _training(offload: bool, mode: str = "all", inflight: int = 1, layer: Callab
     return results
 
 
-def _changed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x.tanh_() * scale
-
-
-def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.cat([(x[0:40] * x[24:64]), x[20:44] * scale])
-
-
 def _two_versions(offload: bool) -> Results:
     """Save a storage, change it, and save it again; the graph of the first one lives on, and backward leaves it out."""
     others = []
@@ -279,9 +271,9 @@ SCENARIOS: dict[str, Scenario] = {
         for mode, inflight in (("boundary", 1), ("all", 1), ("all", 1 << 13), ("all", UNLIMITED))
     },
     # Change in place, inside of the region, what the policy keeps.
-    "saved": partial(_training, mode="saved", inflight=UNLIMITED, layer=_changed),
+    "saved": partial(_training, mode="saved", inflight=UNLIMITED, layer=lambda x, scale: x.tanh_() * scale),
     # Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already.
-    "slices": partial(_training, layer=_slices),
+    "slices": partial(_training, layer=lambda x, scale: torch.cat([(x[0:40] * x[24:64]), x[20:44] * scale])),
     "another version": _two_versions,
     "a reader that writes": _written,
     "a change in place": _noticed,

@@ -234,7 +234,9 @@ class DeviceMemory:
             for block in segment.blocks
             if block.lo not in self.blocks and block.size >= size
         )
-        return min(free, key=lambda block: (self.expandable and _grows(block), block.size, block.lo), default=None)
+        # The last block of a segment that grows is taken last.
+        grows = lambda block: self.expandable and block is block.segment.blocks[-1]  # noqa: E731
+        return min(free, key=lambda block: (grows(block), block.size, block.lo), default=None)
 
     def _new_block(self, size: int, stream: int) -> Block | None:
         if self.expandable:
@@ -290,11 +292,6 @@ class DeviceMemory:
             blocks = block.segment.blocks
             blocks.insert(blocks.index(block) + 1, Block(block.segment, block.lo + size, block.hi))
             block.hi = block.lo + size
-
-
-def _grows(block: Block) -> bool:
-    """Return whether a block is the last of its segment, which is taken last where segments grow."""
-    return block is block.segment.blocks[-1]
 
 
 def _page(small: bool) -> int:

@@ -217,10 +217,6 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter(Rows())
 
 
-def _summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
-    return outputs.logits.sum()
-
-
 def _callback(ac: str, **settings: Any) -> dict[str, Any]:
     return {"callbacks": [CheckpointingCallback(ac, **settings)]}
 
@@ -243,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {"label_smoothing_factor": 0.1}, transformers.Trainer, _callback("none", loss="chunked"), "label_smoothing_factor"
     ),
     "a loss beside a function": (
-        {"loss": "chunked"}, Trainer, {"compute_loss_func": _summed},
+        {"loss": "chunked"}, Trainer, {"compute_loss_func": lambda out, labels, num_items_in_batch: out.logits.sum()},
         "compute_loss_func= computes the loss from whole logits",
     ),
     "a wrong loss": ({"loss": "chunk"}, Trainer, {}, "loss is 'chunk'"),

@@ -121,25 +121,20 @@ def made_trainer(
     )  # fmt: skip
 
 
-def _trained(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    trainer.train()
-    timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
-    log = [{name: value for name, value in entry.items() if name not in timed} for entry in trainer.state.log_history]
-    return {name: value.detach() for name, value in trainer.model.state_dict().items()}, log
-
-
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
 def test_the_largest_batch_first_changes_nothing(tmp_path: Path, kind: str, accumulated: int) -> None:
     widths: list[int] = []
-
+    timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
     runs = []
     for check in (False, True):
         trainer = made_trainer(kind, tmp_path, check_memory=check, gradient_accumulation_steps=accumulated)
         trainer.model.register_forward_pre_hook(
             lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        runs.append(_trained(trainer))
+        trainer.train()
+        log = [{name: value for name, value in entry.items() if name not in timed} for entry in trainer.state.log_history]
+        runs.append(({name: value.detach() for name, value in trainer.model.state_dict().items()}, log))
         if not check:
             widths.clear()
     assert_bitwise(runs[1][0], runs[0][0])

@@ -21,13 +21,6 @@ def _free_blocks(allocator: CachingAllocator) -> list[tuple[int, int]]:
     return sorted((address, size) for pool in allocator._pools.values() for size, address, _ in pool.free)
 
 
-def _reserved(sizes, config=AllocatorConfig()):  # noqa: B008
-    allocator = CachingAllocator(config)
-    for size in sizes:
-        allocator.allocate(size)
-    return allocator.allocated, allocator.reserved
-
-
 @pytest.mark.parametrize(("sizes", "allocated", "reserved"), [
     ([1], 512, 2 * MIB),
     ([512], 512, 2 * MIB),
@@ -46,7 +39,10 @@ def _reserved(sizes, config=AllocatorConfig()):  # noqa: B008
     ([33 * MIB], 34 * MIB, 34 * MIB),
 ])  # fmt: skip
 def test_sizes_of_segments(sizes, allocated, reserved):
-    assert _reserved(sizes) == (allocated, reserved)
+    allocator = CachingAllocator(AllocatorConfig())
+    for size in sizes:
+        allocator.allocate(size)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
 @pytest.mark.parametrize(("divisions", "size", "rounded"), [

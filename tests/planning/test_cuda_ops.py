@@ -14,7 +14,7 @@ from nemo_like import Job, plan_for
 from nemo_like.fake.cuda_ops import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
 from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
-from nemo_like.options import Precision
+from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import Plan, apply_plan
 from nemo_like.planning.devices import device_at_hand, resolve_device
 from nemo_like.planning.model.capture import trace_model
@@ -225,15 +225,9 @@ def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
         assert (
             ops.count("_scaled_dot_product_efficient_attention") == 1 and "bmm" not in ops and "bernoulli_" not in ops
         )
-    assert plan_of(query, _half(query)).traced_for == "cuda"
-    peak_of(query, query.uniform("selective"))
-
-
-def _half(query: PlanQuery) -> Any:
-    from nemo_like.options import MemoryBudget
-
     least, most = (saved(query, query.uniform(mode)) for mode in ("full", "none"))
-    return MemoryBudget(fraction=(least + most) / 2 / most)
+    assert plan_of(query, MemoryBudget(fraction=(least + most) / 2 / most)).traced_for == "cuda"
+    peak_of(query, query.uniform("selective"))
 
 
 def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:

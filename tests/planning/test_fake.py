@@ -220,17 +220,10 @@ class _LooksInBackward(torch.autograd.Function):
         return grad / grad.norm() if grad.abs().max() > 1 else grad
 
 
-def _looking(block: Any, x: torch.Tensor) -> torch.Tensor:
-    return _LooksInBackward.apply(block.inner(x).relu())
-
-
-def _plain(block: Any, x: torch.Tensor) -> torch.Tensor:
-    return block.inner(x).relu()
-
-
 def _query(inside: bool, step: StepSpec | None = None) -> PlanQuery:
     """Of a model that looks at values in backward, `inside` of its layers or behind them."""
-    layers = (Layer(_looking if inside else _plain, inner=nn.Linear(8, 8)) for _ in range(3))
+    last = _LooksInBackward.apply if inside else nn.Identity()
+    layers = (Layer(lambda block, x: last(block.inner(x).relu()), inner=nn.Linear(8, 8)) for _ in range(3))
     model = Stack(layers, head=None if inside else _LooksInBackward.apply)
     setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
     return PlanQuery.from_model(model, torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))

@@ -56,11 +56,6 @@ def _torch_layers() -> list[nn.Module]:
     return [nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3)]
 
 
-def _two_ends(head: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, S, 32) to (B, S, 512), (B, S, 32)."""
-    return head.out(x), in_turn(head.more, x)
-
-
 OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "torch's own encoder": (
         lambda: Stack(
@@ -77,7 +72,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
         lambda: Stack(
             _torch_layers(),
             head=Layer(
-                _two_ends,
+                lambda head, x: (head.out(x), in_turn(head.more, x)),  # (B, S, 512), (B, S, 32)
                 more=nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(4)),
                 out=nn.Linear(32, 512),
             ),

@@ -67,10 +67,6 @@ def _model(asked: Asked) -> nn.Module:
     return _built(asked.model, asked.lora, None if asked.lora is None else asked.job.param_dtype)
 
 
-def _query(asked: Asked) -> PlanQuery:
-    return PlanQuery.from_model(_model(asked), text_batch(asked.rows, asked.tokens), asked.job)
-
-
 def _drawn(draw: random.Random, models: Sequence[str], compilers: Sequence[str | None]) -> Asked:
     pick, name = draw.choice, draw.choice(models)
     tp, cp, pp, shards = pick([1, 1, 2]), pick([1, 1, 2]), pick([1, 1, 1, 2]), pick([1, 2, 4])
@@ -107,7 +103,7 @@ def _planned(seed: int, models: Sequence[str], compilers: Sequence[str | None]) 
     for _ in range(100):
         try:
             asked = _drawn(draw, models, compilers)
-            return asked, _query(asked)
+            return asked, PlanQuery.from_model(_model(asked), text_batch(asked.rows, asked.tokens), asked.job)
         except (ValueError, NotImplementedError):
             continue
     raise AssertionError("a hundred jobs were refused")

@@ -137,24 +137,18 @@ def _measured(model: torch.nn.Module, ids: torch.Tensor) -> int:
     return step_peak_bytes(model, optimizer, step)
 
 
-def _peaks(mode: str, offload: str, inflight: int) -> tuple[int, int]:
-    """Predicted and measured."""
-    config = OffloadConfig(offload, min_bytes=0, max_inflight_bytes=inflight, prefetch=1)
-    query, ids = _asked(config)
-    model, plan = part_of(query).whole, describe(query, _choices(query, mode), mode)
-    apply_plan(model, plan, device_type="cpu")
-    apply_offloading(model, [layer.module for layer in find_layers(model)], config, backend=Backend())
-    return plan.peak_bytes, _measured(model, ids)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inflight", [1, 1 << 30])
 @pytest.mark.parametrize(
     ("mode", "offload"), [("full", "boundary"), ("selective", "boundary"), ("selective", "saved"), ("50%", "saved")]
 )
 def test_a_step_with_an_offload_peaks_as_predicted_to_the_byte(mode: str, offload: str, inflight: int) -> None:
-    predicted, measured = _peaks(mode, offload, inflight)
-    assert predicted == measured
+    config = OffloadConfig(offload, min_bytes=0, max_inflight_bytes=inflight, prefetch=1)
+    query, ids = _asked(config)
+    model, plan = part_of(query).whole, describe(query, _choices(query, mode), mode)
+    apply_plan(model, plan, device_type="cpu")
+    apply_offloading(model, [layer.module for layer in find_layers(model)], config, backend=Backend())
+    assert plan.peak_bytes == _measured(model, ids)
 
 
 @pytest.mark.few(1)

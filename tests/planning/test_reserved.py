@@ -371,22 +371,15 @@ def query() -> PlanQuery:
     return Step(Text(1), asked, lambda batch, length: (text_batch(batch, length), ""), 1, 32).query()
 
 
-def with_memory(query: PlanQuery, size: int) -> PlanQuery:
-    stage = query.stages[0]
-    part = copy(stage.part)
-    part.device = replace(NVLINK, memory_bytes=size)
-    return replace(query, stages=(replace(stage, part=part),))
-
-
 def test_the_verdict_falls_with_it(query):
     roomy = make_report(query, ["50%"])
     assert roomy.limit == (1900 - 644) * MIB and roomy.best is not None and "are outside" not in roomy.text()
     assert roomy.to_dict()["outside_bytes"] == {"CUDA context": 100 * MIB, "NCCL": 544 * MIB}
     least = min(row.need.bytes for row in roomy.rows)
-    less = (
-        math.ceil((644 * MIB + least) / 0.95) - 2
-    )  # the context, a communicator of two, and all but a byte of the step
-    tight = make_report(with_memory(query, less), ["50%"])
+    # The context, a communicator of two, and all but a byte of the step.
+    part = copy(query.stages[0].part)
+    part.device = replace(NVLINK, memory_bytes=math.ceil((644 * MIB + least) / 0.95) - 2)
+    tight = make_report(replace(query, stages=(replace(query.stages[0], part=part),)), ["50%"])
     assert least - 3 < tight.limit < least and tight.best is None and "are outside" in tight.text()
 
 

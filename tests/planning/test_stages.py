@@ -66,14 +66,6 @@ def _odd(run: Callable[..., Tensor]) -> Any:
     return Stack((Block() for _ in range(4)), start=nn.Embedding(64, 16), head=nn.Linear(16, 64), run=run)
 
 
-def _with_first(layers: nn.ModuleList, first: Tensor) -> Tensor:
-    return functools.reduce(lambda x, layer: layer(x + first), layers, first)
-
-
-def _scaled(scaled: Any, layers: nn.ModuleList, x: Tensor) -> Tensor:
-    return functools.reduce(lambda x, layer: layer(x) * scaled.scale, layers, x)
-
-
 def _long_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
     first = layers[0](x)
     return in_turn(list(layers)[1:], first) + first
@@ -82,9 +74,15 @@ def _long_skip(layers: nn.ModuleList, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (_with_first, "layers.0 uses a tensor from|layers.1 is not called with|the code after layers.0 uses a tensor"),
         (
-            Layer(_scaled, scale=nn.Parameter(torch.ones(16))),
+            lambda layers, first: functools.reduce(lambda x, layer: layer(x + first), layers, first),
+            "layers.0 uses a tensor from|layers.1 is not called with|the code after layers.0 uses a tensor",
+        ),
+        (
+            Layer(
+                lambda scaled, layers, x: functools.reduce(lambda x, layer: layer(x) * scaled.scale, layers, x),
+                scale=nn.Parameter(torch.ones(16)),
+            ),
             "layers.1 is not called with the output of layers.0, and nothing else",
         ),
         (

@@ -50,12 +50,6 @@ def _saved(folder: Path) -> Path:
     return folder
 
 
-def _rewritten(folder: Path, change: Any) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 @pytest.mark.parametrize("which", HOSTILE)
 def test_metadata_that_would_run_code_are_refused_in_one_line(tmp_path: Path, which: str):
     RAN.clear()
@@ -77,10 +71,10 @@ def test_metadata_of_another_kind_are_refused(tmp_path: Path, value: object):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.distcp", "a/../../other.distcp"])
 def test_metadata_that_name_files_outside_are_refused(tmp_path: Path, name: str):
-    def change(metadata: Any) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = name
-
-    _rewritten(_saved(tmp_path), change)
+    path = _saved(tmp_path) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = name
+    path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointUnreadableError, match=f"names the file '{name}', which is not in its folder"):
         CheckedReader(tmp_path).read_metadata()
 

@@ -48,11 +48,6 @@ def bare(model: nn.Module) -> dict[str, Any]:
     return {"input_ids": ids()}
 
 
-def pooled(output: Any) -> Tensor:
-    """A loss outside of the model."""
-    return (output.logits * torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)).sum()
-
-
 own = operator.attrgetter("loss")
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], Callable[[Any], Tensor]]
 CASES: dict[str, Case] = {
@@ -67,7 +62,8 @@ WHOLE: dict[str, Case] = {
         hf("ElectraForPreTraining", "ElectraConfig", **ENCODER, embedding_size=32), replaced, own
     ),
     "a loss outside, of classes (Llama)": (
-        hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), bare, pooled
+        hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), bare,
+        lambda output: (output.logits * torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)).sum(),
     ),
 }  # fmt: skip
 """With ``loss_mean="rows"``."""

@@ -222,16 +222,8 @@ def train_flex_on_the_cpu() -> None:
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]
     integration: Any = sys.modules["transformers.integrations.flex_attention"]
     masking: Any = sys.modules["transformers.masking_utils"]
-    integration.compile_friendly_flex_attention = _uncompiled
-    masking.create_block_mask = _made_eagerly
-
-
-def _uncompiled(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **kwargs: Any) -> Any:
-    return flex.flex_attention(query, key, value, **kwargs)
-
-
-def _made_eagerly(*args: Any, _compile: bool = False, **kwargs: Any) -> flex.BlockMask:
-    return flex.create_block_mask(*args, **kwargs)
+    integration.compile_friendly_flex_attention = lambda *qkv, training=False, **named: flex.flex_attention(*qkv, **named)
+    masking.create_block_mask = lambda *args, _compile=False, **named: flex.create_block_mask(*args, **named)
 
 
 @pytest.mark.few(1)

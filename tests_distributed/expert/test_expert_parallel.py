@@ -150,9 +150,11 @@ def test_what_cannot_be_split_is_refused_before_any_change(rank: int, world_size
             parallelize(model, device="cpu", **arguments)
     layers = build("mixtral").model.layers
     layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
-    with pytest.raises(ValueError, match=r"'down_proj' of '0.mlp.experts' is a parameter of another module, too"):
-        parallelize(layers, layers=["*"], ep=ExpertParallel(2, plan={"*.mlp.experts": "routed"}), device="cpu")
-    with pytest.raises(ValueError, match="divide the 3 experts"):
-        parallelize(build("mixtral", num_local_experts=3), ep=2, device="cpu")
-    with pytest.raises(ValueError, match="no experts were found"):
-        parallelize(llama(), ep=2, device="cpu")
+    routed = dict(layers=["*"], ep=ExpertParallel(2, plan={"*.mlp.experts": "routed"}))
+    for other, arguments, message in (
+        (layers, routed, "'down_proj' of '0.mlp.experts' is a parameter of another module, too"),
+        (build("mixtral", num_local_experts=3), dict(ep=2), "divide the 3 experts"),
+        (llama(), dict(ep=2), "no experts were found"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize(other, device="cpu", **arguments)

@@ -27,11 +27,6 @@ from tests_distributed.spawn import run_ranks
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
 
 
-def _saved(folder: Path) -> None:
-    for name in FAMILIES:
-        build(name).save_pretrained(folder / name)
-
-
 def _filled(rank: int, world_size: int, folder: str, ep: int) -> None:
     for name in FAMILIES:
         bare = build(name).state_dict()
@@ -44,7 +39,8 @@ def _filled(rank: int, world_size: int, folder: str, ep: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_from_meta(tmp_path: Path, ranks: int, ep: int) -> None:
-    _saved(tmp_path)
+    for name in FAMILIES:
+        build(name).save_pretrained(tmp_path / name)
     run_ranks(ranks, _filled, str(tmp_path), ep, timeout=120)
 
 

@@ -119,14 +119,6 @@ def test_stages_whose_logits_stay_split_by_vocabulary(rank, world_size, split):
         assert (whole(parameter.grad) - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
-def _cut_heads(mesh, model):
-    """`model`, cut by vocabulary over the ranks of `mesh`."""
-    cut = copy.deepcopy(model)
-    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(cut, mesh, style)
-    return cut
-
-
 class _SequenceCut(nn.Module):
     """A model whose own plan leaves a part of the sequence with each rank when its head is called."""
 
@@ -159,7 +151,8 @@ def test_a_vocabulary_over_two_ranks(rank, world_size):
     """A vocabulary over both ranks, cut unevenly: 7 columns, 4 and 3."""
     whole, hidden, labels = seeded(nn.Linear, 6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
     labels[4] = -100
-    cut = _cut_heads(init_device_mesh("cpu", (2,)), whole)
+    style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    cut = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (2,)), style)
     found = []
     for head in (whole, cut):
         with CountCollectives() as counted:

@@ -149,19 +149,14 @@ def _drawing(how: str) -> Any:
     return parallelize(SmallModel(lambda: Drawing(how)), ac="full", tp=TensorParallel(2, plan=plan), device="cpu")
 
 
-def _seed_apart(rank: int) -> None:
-    torch.manual_seed(rank)
-    random.seed(rank)
-    numpy.random.seed(rank)
-
-
 def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float], list[tuple[float, float]], list[str]]:
     said, model = heard(), _drawing(how)
     for layer in model.layers if how.partition(" in ")[0] == "own" else ():
         layer.generator.manual_seed(rank)
     losses, drawn = [], []
     for _ in range(2):
-        _seed_apart(rank)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(rank)
         losses.append(float(model(tokens(2)).detach()))
         drawn.append((random.random(), float(numpy.random.rand())))
     return losses, drawn, [text for text in said if "random numbers" in text]

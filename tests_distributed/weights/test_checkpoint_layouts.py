@@ -191,12 +191,9 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
             parameter.zero_()
     dcp.load({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/default")  # into the model's own memory
     _check_whole(run, truth, "its own state dict")
-    meta = parallelize(_on_meta(name), ac="none", tp=2, device="cpu")
+    meta = on_meta(transformers.AutoModelForCausalLM.from_config, _config(name)).train()
+    meta = parallelize(meta, ac="none", tp=2, device="cpu")
     assert_bitwise(get_model_state(materialize(meta, checkpoint=f"{folder}/default")), truth)
-
-
-def _on_meta(name: str) -> nn.Module:
-    return on_meta(transformers.AutoModelForCausalLM.from_config, _config(name)).train()
 
 
 @pytest.mark.few(1)
