@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.table import ByteUnit, totals
+from nemo_like._util.table import ByteUnit, grouped, totals
 from nemo_like._util.words import dtype_word, write_bytes
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import Part
@@ -247,7 +247,4 @@ def merged(rows: Iterable[Row]) -> dict[str, list[Row]]:
         entry = sums.setdefault((row.part, row.what), [0, 0])
         entry[0] += row.amount
         entry[1] += row.hidden
-    merged_rows: dict[str, list[Row]] = {}
-    for (part, what), (amount, hidden) in sums.items():
-        merged_rows.setdefault(part, []).append(Row(part, what, amount, hidden))
-    return merged_rows
+    return grouped((part, Row(part, what, *both)) for (part, what), both in sums.items())

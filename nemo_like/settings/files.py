@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.extras import require
-from nemo_like.options import ContextParallel
+from nemo_like.options import FSDP2, ContextParallel
 from nemo_like.settings import accelerate, automodel, axolotl, torchtitan, trainer
 from nemo_like.settings.formats import Format, flat
 
@@ -70,9 +70,14 @@ def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
             and ``ac`` in a word, where it is that of a plan.
 
     Raises:
-        ValueError: another suffix.
+        ValueError: another suffix; a strategy that is not FSDP2.
     """
     path = check_suffix(path)
+    if not isinstance(job.strategy, FSDP2):
+        word = type(job.strategy).__name__.lower()
+        raise ValueError(
+            f"strategy is {word!r}, and settings are those of FSDP2. Use strategy='fsdp2', also for one rank."
+        )
     table, to_text = _WRITTEN[path.suffix]
     tables, left = settings_of(table, job, **more)
     path.write_text(to_text(tables), encoding="utf-8")

@@ -277,6 +277,13 @@ def test_what_a_format_does_not_have_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "single"])
+def test_settings_are_of_fsdp2(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"strategy is '{strategy}', and settings are those of FSDP2"):
+        write_settings(tmp_path / "job.toml", Job.of(strategy=strategy, world_size=2))
+    assert not list(tmp_path.iterdir())
+
+
 def test_torchtitan_has_no_tensor_parallelism_without_split_sequences(tmp_path: Path) -> None:
     job = Job.of(ac="none", tp=2, pp=2, world_size=4, optimizer="sgd")
     left = write_settings(tmp_path / "a.toml", job, model="mixtral-8x7b")

@@ -13,6 +13,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from nemo_like._util.op_lookup import Op
+from nemo_like._util.table import grouped
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.planning.devices import Device
@@ -173,13 +174,10 @@ class BlockProblem:
         Ops that are recomputed throughout are left out, except those that the engine never replays. `one_attention`: all
         attention kernels share the row of the first, for a table that is not strict.
         """
-        by_op: dict[Op, list[str]] = {}
         kernel = next((r.op for r in self.records if facts(r.op).attention), None) if one_attention else None
-        for record, word in zip(self.records, choice.decisions, strict=True):
-            op = kernel if kernel is not None and facts(record.op).attention else record.op
-            by_op.setdefault(op, []).append(word)
+        ops = (kernel if kernel is not None and facts(r.op).attention else r.op for r in self.records)
         rows: dict[str, list[str]] = {}
-        for op, row in by_op.items():
+        for op, row in grouped(zip(ops, choice.decisions, strict=True)).items():
             if facts(op).pinned:
                 rows[str(op)] = ["host" if word == "host" else "save" for word in row]
             elif any(word != "recompute" for word in row) and facts(op).tracked:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from nemo_like._util.table import grouped
 from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, storages, tensors_in
 from nemo_like.activation_checkpointing.engine.compiled import torch_policy_fn
 from nemo_like.activation_checkpointing.ops import facts
@@ -328,9 +329,7 @@ class _Graph:
         for node in given:
             if node not in last and node not in self.left:
                 drop(node)
-        ending: dict[int, list[fx.Node]] = {}
-        for node, at in last.items():
-            ending.setdefault(at, []).append(node)
+        ending = grouped((at, node) for node, at in last.items())
         for at, node in enumerate(steps):
             ends = [read for read in ending.get(at, ()) if read in alive and read not in self.left]
             if self.fuses and not _apart(node) and node.target is not operator.getitem:
