@@ -316,10 +316,10 @@ def labels_after(events: Iterable[Event]) -> dict[Label, int]:
     return totals((label, size) for size, label in alive.values())
 
 
-def at_peak(events: Sequence[Event]) -> dict[Label, int]:
-    """Return the bytes of each label at the highest level of `events`."""
+def at_peak(events: Sequence[Event], start: int = 0) -> dict[Label, int]:
+    """Return the bytes of each label at the highest level of `events`, from number `start` on."""
     levels = list(itertools.accumulate(event.size for event in events))
-    return labels_after(events[: levels.index(max(levels)) + 1])
+    return labels_after(events[: levels.index(max(levels[start:]), start) + 1])
 
 
 def part_bytes(labels: Mapping[Label, int]) -> dict[str, int]:

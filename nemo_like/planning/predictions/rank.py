@@ -39,7 +39,7 @@ from nemo_like.planning.memory_model.fsdp_units import (
     rules_of,
 )
 from nemo_like.planning.memory_model.microbatch import Microbatch, StageStep, without
-from nemo_like.planning.memory_model.storages import Bytes, Events, Label, Peak, Storages, at_peak, part_bytes
+from nemo_like.planning.memory_model.storages import Bytes, Event, Events, Label, Peak, Storages, at_peak, part_bytes
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.selection.layer import Choice
 from nemo_like.planning.sharding import UnitBytes
@@ -368,10 +368,21 @@ def _written(
     read: Callable[[AnyStorages], Any],
 ) -> Any:
     """Return the result of `read` on the storages of a later step; it is read once."""
-    key = (kind, rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
+    key = _key(kind, query, rank, choices)
     if key not in query.written:
         query.written[key] = read(later_step(query, rank, choices, kind()))
     return query.written[key]
+
+
+def _key(kind: type[Storages], query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Hashable:
+    return (kind, rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
+
+
+def note_labels(
+    query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], first: Sequence[Event], later: Sequence[Event]
+) -> None:
+    """Keep the labels at the highest point of steps that were written, so that `labels_at_peak` writes none again."""
+    query.written[_key(Events, query, rank, choices)] = at_peak([*first, *later], len(first))
 
 
 def fullest_rank(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> int:

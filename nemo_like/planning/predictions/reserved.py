@@ -41,7 +41,7 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import MARGIN, Device, step_limit
 from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
 from nemo_like.planning.memory_model.storages import Events, Peak
-from nemo_like.planning.predictions.rank import RankSteps
+from nemo_like.planning.predictions.rank import RankSteps, fullest_rank, note_labels
 from nemo_like.planning.predictions.seconds import Links
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.roofline import RankGroup, group_of
@@ -221,7 +221,15 @@ def replay(
 
 def reserved_on(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Reserved:
     """Return the bytes that the allocator reserves on one rank; arguments as for `StepLogs`."""
-    return replay(StepLogs(query, rank, choices), query.device, query.job.allocator)
+    return replay(_reported(query, rank, choices), query.device, query.job.allocator)
+
+
+def _reported(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> StepLogs:
+    """Return the steps of a rank. Of the fullest one, reports tell the parts of the peak, too."""
+    logs = StepLogs(query, rank, choices)
+    if rank == fullest_rank(query, choices):
+        note_labels(query, rank, choices, logs.first, logs.later)
+    return logs
 
 
 def workspaces_of(capability: tuple[int, int] | None) -> tuple[int, int]:
@@ -286,8 +294,10 @@ def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Itera
     """
     if query.device.cuda is None:
         return []
-    every = range(query.pp.size) if ranks is None else ranks
-    return [_within(query, StepLogs(query, rank, choices), limit - query.input_bytes) for rank in every]
+    memory = limit - query.input_bytes
+    if ranks is None:
+        return [_within(query, _reported(query, rank, choices), memory) for rank in range(query.pp.size)]
+    return [_within(query, StepLogs(query, rank, choices), memory) for rank in ranks]
 
 
 def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
