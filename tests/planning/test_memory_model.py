@@ -20,7 +20,15 @@ from nemo_like.planning import plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.memory_model.storages import Bytes, Event, Events, LogRun
 from nemo_like.planning.model.capture import trace_model
-from nemo_like.planning.predictions.rank import RankSteps, later_step, parts_at_peak, peak_of
+from nemo_like.planning.predictions.rank import (
+    RankSteps,
+    fullest_rank,
+    later_step,
+    parts_at_peak,
+    peak_of,
+    rank_peak,
+)
+from nemo_like.planning.predictions.reserved import reserved_on
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded
@@ -90,6 +98,21 @@ def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str
     traced = PlanQuery.from_model(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
     for each in STEPS:
         _check(traced.under(replace(traced.job, step=each)), 0, mode)
+
+
+@pytest.mark.parametrize("more", [{}, {"pp": PipelineParallel(2, "zbv", 4)}], ids=["whole", "stages"])
+def test_parts_of_a_peak_are_those_of_a_later_step_wherever_they_are_read(more: dict[str, Any]) -> None:
+    """From the steps that are replayed in the allocator, and from a step of their own; they add up to the counted peak."""
+    traced = PlanQuery.from_model(_model(), _sample(), Job.of(gpu="h100-80gb", world_size=4, precision="bf16", **more))
+    for each in STEPS[:1] if more else STEPS[1:4]:
+        query = traced.under(replace(traced.job, step=each))
+        choices = query.uniform("selective")
+        rank = fullest_rank(query, choices)
+        reserved_on(query, rank, choices)
+        noted = parts_at_peak(query, rank, choices)
+        query.written.clear()
+        assert noted == parts_at_peak(query, rank, choices)
+        assert sum(noted.values()) == rank_peak(query, rank, choices).total
 
 
 def test_attention_with_several_outputs_waits_in_cpu_memory_by_both_readers() -> None:
