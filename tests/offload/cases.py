@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +41,16 @@ def trained(model: nn.Module, x: torch.Tensor, context: Any = None) -> dict[str,
     return gradients(model)
 
 
+def _scaled(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return function(layer.linear(x.sin()), layer.scale)
+
+
 def stack_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], count: int = 4, width: int = 16) -> Stack:
     """`count` equal layers, seeded: each a linear map, then `function` of its result and a scale."""
     torch.manual_seed(0)
     return Stack(
         Layer(
-            lambda layer, x: function(layer.linear(x.sin()), layer.scale),
+            partial(_scaled, function),
             linear=nn.Linear(width, width),
             scale=nn.Parameter(torch.randn(width)),
         )

@@ -297,13 +297,13 @@ class RankSteps:
 
     def backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> None:
         """Run a backward action; arguments as for `_send`."""
-        storages, number = self.storages, action.microbatch
-        one, halves = stage.running[number], stage.halves(number)
+        storages, number, halves = self.storages, action.microbatch, stage.halves(action.microbatch)
         if action.kind == WEIGHTS and halves:
             storages.unpark(stage.index, number, _HALFWAY)
-            one.backward_of_weights()
+            stage.running.pop(number).backward_of_weights()
             return
         storages.unpark(stage.index, number, _WAITING)
+        one = stage.running[number] if halves else stage.running.pop(number)
         if not stage.is_last:
             one.given_gradient(stage.received_grads[number])
         one.backward_of_inputs()
