@@ -246,12 +246,13 @@ def check_loss() -> None:
     whole = (head(hidden).softmax(-1) - F.one_hot(labels, 5)).square().sum(-1).mean()
     ours = brier_score(hidden, head, labels)
     torch.testing.assert_close(ours, whole)
-    grads = (torch.autograd.grad(loss, [hidden, *head.parameters()]) for loss in (ours, whole))
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, [hidden, *head.parameters()]) for loss in (ours, whole)))
 
 
 def check_mode() -> None:
-    assert _recomputed(_strategy("alternate")) == 2
+    from nemo_like import parallelize
+
+    assert _recomputed(parallelize(_model(), ac="alternate", strategy="single")) == 2
 
 
 def check_trainer() -> None:
@@ -276,12 +277,6 @@ def _model() -> nn.Module:
     return nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), Counted(), nn.Linear(8, 8)) for _ in range(4))
     )
-
-
-def _strategy(word: str) -> nn.Module:
-    from nemo_like import parallelize
-
-    return parallelize(_model(), ac=word, strategy="single")
 
 
 def _recomputed(model: nn.Module) -> int:

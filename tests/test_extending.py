@@ -21,9 +21,13 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     root = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "nemo_like", root / "nemo_like", ignore=shutil.ignore_patterns("__pycache__"))
     edit(root / "nemo_like")
-    environment = os.environ | {"PYTHONPATH": f"{root}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.extending"]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.extending"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": f"{root}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 

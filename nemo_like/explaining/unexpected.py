@@ -68,7 +68,7 @@ def _left_behind(timeline: MemoryTimeline, parts: StepParts) -> Iterator[tuple[s
         if each.phase is Phase.FORWARD and block.born > BEFORE:
             begins[each.step] = min(block.born, begins.get(each.step, block.born))
     updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
-    outlive = {  # the beginning of the next forward, and that event
+    outlive = {  # blocks that are there when the next forward begins, with their names and that event
         block: (each, begins[each.step + 1])
         for block, each in parts.named.items()
         if each.step + 1 in begins and block.outlives(begins[each.step + 1])

@@ -152,6 +152,9 @@ class Terms:
         return weights * (1 + 2 * self.z_loss * lse) if self.z_loss else weights
 
 
+# Which part of the vocabulary a rank's logits are: all of it, or the shard of a tensor-parallel head.
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Columns `start` to `start + width` of `size`, the other columns being with the ranks of `group`."""
@@ -343,6 +346,3 @@ def _cut_gradient_(
     terms.shape.chain_(values, shaped)
     if values is not raw:
         raw.copy_(values)
-
-
-# Which part of the vocabulary a rank's logits are: all of it, or the shard of a tensor-parallel head.

@@ -179,9 +179,8 @@ def _asked(step: Step, search: str, limit: int | None, name: str) -> tuple[Step,
     def needs(**change: Any) -> int:
         query = step.query(**change)
         job_limit = default_limit(query.job, device) if limit is None else limit
-        return (
-            least_need(query, job_limit) + most - job_limit
-        )  # a job whose own limit is lower needs so much more of `most`
+        # A job whose own limit is lower needs so much more of `most`.
+        return least_need(query, job_limit) + most - job_limit
 
     device = device_of(job)
     most = step_limit(device) if limit is None else limit

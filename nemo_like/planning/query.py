@@ -18,6 +18,7 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample, tensors_in
 from nemo_like.activation_checkpointing.engine.buffers import copied_in_forward
 from nemo_like.distributed.context.sequence_ops import padded_length
+from nemo_like.distributed.expert.split_experts import experts_to_split
 from nemo_like.distributed.pipeline.cut import (
     STAGE_MARK,
     MicrobatchCall,
@@ -105,6 +106,8 @@ class Traced:
             part = self._part(job, "whole", lambda: (self.given, self.sample))
             names = tuple(layer.fqn for layer in part.layers)
             return PlanQuery(self, job, (Stage(part, job, StageSlice(0, 1, range(len(names))), names),))
+        if job.ep.size > 1:
+            experts_to_split(self.given, job.ep)  # a stage may have none
         return PlanQuery(
             self, job, tuple(self._stage(job, piece) for piece in slices(counts_of(self.cut(job), job.pp)))
         )

@@ -16,7 +16,7 @@ from nemo_like._util.live_bytes import DeviceBytes, storages_of
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import random_numbers_put_back
-from nemo_like._util.table import totals
+from nemo_like._util.table import grouped, totals
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import check_whole
 from nemo_like.distributed.launch import checked_device, current_device
@@ -299,10 +299,8 @@ class MemoryProfiler:
             )
         # Layers of one class that free the same bytes do the same work: one cost, so that noise does not decide.
         kinds = {index: (row.kind, row.freed_bytes, row.calls) for index, row in rows.items()}
-        costs = {
-            kind: statistics.median(row.forward_ms / row.calls for index, row in rows.items() if kinds[index] == kind)
-            for kind in kinds.values()
-        }
+        times_of = grouped((kinds[index], row.forward_ms / row.calls) for index, row in rows.items())
+        costs = {kind: statistics.median(each) for kind, each in times_of.items()}
         stretches = list(pairwise(step.events))
         moments = tuple(Moment(event.call, following.peak) for event, following in stretches)
         growth = {event.call: following.peak - event.live for event, following in stretches if event.phase == "forward"}

@@ -103,7 +103,9 @@ def with_a_keyword(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def with_a_list(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    parts = lambda a, others: (a * 1, [torch.cos(other) for other in others])  # noqa: E731
+    def parts(a: Tensor, others: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return a * 1, [torch.cos(other) for other in others]
+
     first, rest = checkpoint_region(parts, x, [y, z], policy=FullPolicy())
     return first + rest[0] * rest[1]
 

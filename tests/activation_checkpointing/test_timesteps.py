@@ -110,7 +110,9 @@ def held_and_peak(steps: int, chunk_size: int | None) -> tuple[int, int, nn.Modu
     state = model.rest(4)
     sum(parameter.sum() * 0 for parameter in model.parameters()).backward()  # the gradients are there from here on
 
-    last_only = lambda spikes, state: (None, model(spikes, state)[1])  # noqa: E731
+    def last_only(spikes, state):
+        return None, model(spikes, state)[1]
+
     with LiveBytes() as meter:
         run = unroll if chunk_size == 0 else checkpoint_timesteps
         options = {} if chunk_size == 0 else {"chunk_size": chunk_size}

@@ -193,7 +193,10 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_tensor_of_any_kind_is_compared(kind: str, policy: Any) -> None:
     factor = [1.0]
-    fn = lambda x: _Saves.apply(x, SAVED[kind](x.detach() * factor[0])).exp()  # noqa: E731
+
+    def fn(x: Tensor) -> Tensor:
+        return _Saves.apply(x, SAVED[kind](x.detach() * factor[0])).exp()
+
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     for changed in (1.0, 4.0):
         x = values.clone().requires_grad_()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.checks import labelled as labelled
 from tests.models.blocks import in_turn
 
 VOCAB = 64
@@ -34,11 +35,6 @@ def llama(**changes: Any) -> nn.Module:
 def tokens(rows: int = 4, length: int = 12, seed: int = 1) -> Tensor:
     """(rows, length) token numbers, the same on every rank."""
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def labelled(ids: Tensor) -> dict[str, Tensor]:
-    """What a model that predicts the next token is called with: `ids`, and they as its labels."""
-    return {"input_ids": ids, "labels": ids}
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like import parallelize
+from nemo_like import parallelize, predict
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel, TensorParallel
 from nemo_like.torch_compat import fake_ranks
@@ -271,6 +271,9 @@ def test_axes_are_refused_as_without_stages_before_one_is_cut(message: str, opti
     for stages in (1, 2):
         with fake_ranks(0, 2 * stages), refused_unchanged(model, message):
             parallelize(model, ac="none", pp=stages, sample_input=sample, device="cpu", **options)
+        if "ep" in options:
+            with pytest.raises(ValueError, match=message):
+                predict(model, gpus=2 * stages, pp=stages, sample_input=sample, **options)
 
 
 def _broken(rank: int, world_size: int, in_head: bool) -> None:

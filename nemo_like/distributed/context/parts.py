@@ -327,11 +327,11 @@ class StackHooks:
 def main_input(arguments: dict[str, Any]) -> Tensor | None:
     """Return the tensor that the sequence is read from: ids or embeddings, or a plain model's first matrix of whole
     numbers."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    named = [tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors]
-    others = (value for name, value in tensors.items() if name not in LABELS)
-    matrices = (value for value in others if value.ndim == 2 and not value.is_floating_point())
-    return named[0] if named else next(matrices, None)
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(arguments.get(name), Tensor):
+            return arguments[name]
+    tensors = (value for name, value in arguments.items() if isinstance(value, Tensor) and name not in LABELS)
+    return next((value for value in tensors if value.ndim == 2 and not value.is_floating_point()), None)
 
 
 def cut_given_mask(parts: Parts, mask: Tensor, length: int) -> Tensor:

@@ -367,6 +367,22 @@ def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 # The split: each rank keeps its part of the weights, and exchanges tokens.
 
 
+def experts_to_split(model: nn.Module, parallel: ExpertParallel, *, may_lack: bool = False) -> tuple[Experts, ...]:
+    """The experts that `parallel` means; `may_lack`: others have the layers with experts, or some of them.
+
+    Raises:
+        ValueError: there are none, or they are lists of modules.
+    """
+    refuse_lists(model, parallel.size, parallel.plan)
+    found = () if may_lack and not has_experts(model, parallel.plan) else find_experts(model, parallel.plan)
+    if not found and not may_lack:
+        raise ValueError(
+            f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}. Name the modules that hold "
+            "them: ExpertParallel(size, plan={'layers.*.experts': 'routed'}), or use ep=1."
+        )
+    return found
+
+
 def check_experts(
     model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel, *, may_lack: bool = True
 ) -> tuple[Experts, ...]:
@@ -379,14 +395,7 @@ def check_experts(
             that do not divide those of one copy of the model; a module that is neither understood nor called in a known way.
     """
     check_expert_ranks(mesh, parallel.size)
-    refuse_lists(model, parallel.size, parallel.plan)
-    stage = may_lack and axis_size(root_mesh(mesh), "pp") > 1
-    found = () if stage and not has_experts(model, parallel.plan) else find_experts(model, parallel.plan)
-    if not found and not stage:
-        raise ValueError(
-            f"ep is {parallel.size}, and no experts were found in this {type(model).__name__}. Name the modules that hold "
-            "them: ExpertParallel(size, plan={'layers.*.experts': 'routed'}), or use ep=1."
-        )
+    found = experts_to_split(model, parallel, may_lack=may_lack and axis_size(root_mesh(mesh), "pp") > 1)
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for experts in found:
         if experts.count % parallel.size:

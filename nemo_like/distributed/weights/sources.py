@@ -138,11 +138,11 @@ class StoredSource:
             for piece in self._expert_pieces(name, *box)
         ]
         self._fill_boxes(boxes)
-        for conversion in {id(maker): maker for maker, _ in makers.values() if not maker.parts}.values():
-            tensors = conversion.convert(self._read)
-            for name, (maker, key) in makers.items():
-                if maker is conversion:
-                    copy_whole(targets[name], tensors[key])
+        at_once = grouped((id(conversion), name) for name, (conversion, _) in makers.items() if not conversion.parts)
+        for names in at_once.values():
+            tensors = makers[names[0]][0].convert(self._read)
+            for name in names:
+                copy_whole(targets[name], tensors[makers[name][1]])
 
     def _expert_pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
         """Split a box of stacked experts at the tensors in the file: yield their names, and boxes of those."""
