@@ -11,11 +11,12 @@ import argparse
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 from nemo_like import __version__
 from nemo_like._util.console import start_logging
+from nemo_like._util.garbage import rare_collections
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import is_rank_zero
 from nemo_like.commands import COMMANDS, overview
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, file=sys.stderr, flush=True)
         if command not in _WITHOUT_TORCH:
             start_logging()
-        with _rare_collections() if command in _TRACING else nullcontext():
+        with rare_collections() if command in _TRACING else nullcontext():
             return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)
@@ -63,17 +64,6 @@ def command() -> int:
 
 _TRACING = ("explain", "fit", "plan")
 _WITHOUT_TORCH = ("explain", "gpus", "models")
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Look for garbage less often: imports and traces make millions of objects that stay, and each look takes seconds."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like._util.forwards import Forward
-from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, three_digits
+from nemo_like._util.table import ByteUnit, Column, Fact, Table, paragraph, percent, three_digits
 from nemo_like.distributed.launch import world_size
 from nemo_like.layers import find_layers
 from nemo_like.offload.offloader import offloader_of
@@ -116,39 +116,23 @@ class Comparison:
     def text(self, width: int | None = None) -> str:
         """Return the table and its conditions for a screen of `width` columns (None: as wide as it gets)."""
         unit = ByteUnit.for_sizes(row["peak_bytes"] for row in self.rows if "peak_bytes" in row)
-        columns = (
-            Column("mode", left=True, least=28),
-            Column("step / none"),
-            Column("step ms", keep=2),
-            Column("spread", keep=5),
-            *(Column(f"{word} {unit.name}") for word in ("peak", "saved")),
-            Column(f"moved {unit.name}", keep=4),
-            Column("recompute", keep=1),
-            Column("gradients", keep=3),
-        )
-        cells = tuple(
+        lines = (
             (
-                row["mode"],
-                f"{row['ratio']:.2f}",
-                three_digits(row["step_ms"]),
-                percent(row["spread"]),
-                *(
-                    unit.number(row[size]) if size in row else ""
-                    for size in ("peak_bytes", "saved_bytes", "moved_bytes")
-                ),
-                percent(row["recompute"]) if "recompute" in row else "",
-                row["gradients"],
+                Fact("", row["mode"], Column("mode", left=True, least=28)),
+                Fact("", row["ratio"], Column("step / none"), "{:.2f}".format),
+                Fact("", row["step_ms"], Column("step ms", keep=2), three_digits),
+                Fact("", row["spread"], Column("spread", keep=5), percent),
+                Fact("", row.get("peak_bytes"), Column(f"peak {unit.name}"), unit.number),
+                Fact("", row.get("saved_bytes"), Column(f"saved {unit.name}"), unit.number),
+                Fact("", row.get("moved_bytes"), Column(f"moved {unit.name}", keep=4), unit.number),
+                Fact("", row.get("recompute"), Column("recompute", keep=1), percent),
+                Fact("", row["gradients"], Column("gradients", keep=3)),
             )
             for row in self.rows
         )
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
-        lines = [
-            paragraph(f"Measured: {about}.", width),
-            "",
-            Table(columns, cells).with_note(width=width),
-            *(paragraph(note, width) for note in (*self.notes, _NOTE)),
-        ]
-        return "\n".join(lines)
+        first, table = paragraph(f"Measured: {about}.", width), Table.of(lines).with_note(width=width)
+        return "\n".join([first, "", table, *(paragraph(note, width) for note in (*self.notes, _NOTE))])
 
     def to_json(self) -> str:
         """Return everything, values unrounded."""

@@ -360,22 +360,24 @@ class Job:
         return f"{result} = parallelize({', '.join([model, *words])})"
 
     def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
-        """Return `strategy`, `ac` and the fields that differ from the defaults, as code by keyword; `machine`: also
-        those that only predictions read."""
+        """Return `arguments` as code by keyword; an optimizer alone is a keyword of its own."""
         words: dict[str, str] = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.name == "asked" or (f.name in _OF_THE_MACHINE and not machine):
-                continue
-            if f.name not in _ALWAYS_IN_A_CALL and value == getattr(_default_job(), f.name):
-                continue
+        for name, value in self.arguments(machine=machine).items():
             if _is_plan(value):
-                words[f.name] = f"Plan.load({plan!r})"
-            elif f.name == "step" and set(value.changed) == {"optimizer"}:
+                words[name] = f"Plan.load({plan!r})"
+            elif name == "step" and set(value.changed) == {"optimizer"}:
                 words["optimizer"] = repr(value.optimizer)
             else:
-                words[f.name] = as_code(value, _READERS.get(f.name))
+                words[name] = as_code(value, _READERS.get(name))
         return words
+
+    def arguments(self, *, machine: bool = False) -> dict[str, Any]:
+        """Return `strategy`, `ac` and the fields that differ from the defaults; `machine`: also those that only
+        predictions read."""
+        left_out = ("asked", *(() if machine else _OF_THE_MACHINE))
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+        plain = vars(_default_job())
+        return {name: value for name, value in values.items() if name in _ALWAYS_IN_A_CALL or value != plain[name]}
 
     def as_words(self) -> Iterator[tuple[str, Any, str]]:
         """Yield the name, the value and the code of every field that was asked for."""

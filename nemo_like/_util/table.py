@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nemo_like._util.words import UNITS
 
@@ -26,14 +26,42 @@ class Column:
     left: bool = False  # Align to the left, as text is.
     # To how many characters its text may be cut before a column is left out; None: it is never cut.
     least: int | None = None
+    # The column is not shown where no row has another text; None: where all rows have the same.
+    usual: str | None = ""
+
+
+class Fact(NamedTuple):
+    """One value of a line of a report: for JSON, for its table, or for both."""
+
+    key: str  # Its name in JSON, with the unit; empty: it is in the table alone.
+    value: Any
+    column: Column | None = None  # Its column; None: it is in JSON alone.
+    text: Callable[[Any], str] = str  # Writes a value that is not None.
+    nothing: str = ""  # Text of None.
+
+
+def as_json(facts: Iterable[Fact]) -> dict[str, Any]:
+    """Return a line in JSON values."""
+    return {fact.key: fact.value for fact in facts if fact.key}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under named columns. A column that is empty in every row is never shown."""
+    """Rows of text under named columns. A column without news, as one that is empty in every row, is never shown."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, lines: Iterable[Iterable[Fact]]) -> Table:
+        """Return the table of lines that have the same columns.
+
+        >>> Table.of([[Fact("ms", 1.5, Column("ms"), three_digits), Fact("flops", 3)], [Fact("ms", None, Column("ms"))]])
+        Table(columns=(Column(name='ms', keep=0, left=False, least=None, usual=''),), rows=(('1.50',), ('',)))
+        """
+        shown = [[fact for fact in line if fact.column] for line in lines]
+        rows = (tuple(fact.nothing if fact.value is None else fact.text(fact.value) for fact in line) for line in shown)
+        return cls(tuple(fact.column for fact in shown[0] if fact.column) if shown else (), tuple(rows))
 
     def text(self, width: int | None = None) -> str:
         """Return the table in at most `width` columns of text, if leaving columns out can do that; None: all of it.
@@ -66,7 +94,7 @@ class Table:
         """Return the numbers of the columns that `text` shows in `width`."""
         least = [column.least for column in self.columns]
         sizes = [min(size, most or size) for size, most in zip(self._sizes(), least)]
-        shown = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows) or not self.rows]
+        shown = [i for i in range(len(self.columns)) if not self.rows or self._has_news(i)]
         while width is not None and sum(sizes[i] + 2 for i in shown) - 2 > width:
             last = max(shown, key=lambda i: (self.columns[i].keep, i))
             if not self.columns[last].keep:
@@ -74,20 +102,16 @@ class Table:
             shown.remove(last)
         return shown
 
-    def left_out(self, width: int | None) -> list[str]:
-        """Return the names of the columns that do not fit in `width`."""
-        shown = self.shown(width)
-        return [self.columns[i].name for i in self.shown() if i not in shown]
+    def _has_news(self, i: int) -> bool:
+        texts, usual = {row[i] for row in self.rows}, self.columns[i].usual
+        return len(texts) > 1 if usual is None else not texts <= {"", usual}
 
     def with_note(self, note: str = "", width: int | None = None) -> str:
-        """Return `text`, and below it `note` together with the names of the columns that are not shown."""
-        below = f"{note} {self.hidden(width)}".strip()
-        return "\n".join([self.text(width), *([paragraph(below, width)] if below else [])])
-
-    def hidden(self, width: int | None) -> str:
-        """Return the sentence that names the columns that do not fit in `width`; empty: all do."""
-        names = self.left_out(width)
-        return f"Not shown at this width: {', '.join(names)} (--wide)." if names else ""
+        """Return `text`, and below it `note` together with the names of the columns that do not fit in `width`."""
+        shown = self.shown(width)
+        names = ", ".join(self.columns[i].name for i in self.shown() if i not in shown)
+        below = f"{note} Not shown at this width: {names} (--wide)." if names else note
+        return "\n".join([self.text(width), *([paragraph(below.strip(), width)] if below else [])])
 
     def _sizes(self) -> list[int]:
         return [
@@ -193,6 +217,15 @@ def parameters_word(count: int) -> str:
         if count >= size:
             return f"{three_digits(count / size)}{unit}"
     return str(count)
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds, as `three_digits` writes them."""
+    return three_digits(1000 * seconds)
+
+
+def yes_no(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def percent(share: float) -> str:

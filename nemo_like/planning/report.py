@@ -14,12 +14,16 @@ from torch import nn
 from nemo_like._util.table import (
     ByteUnit,
     Column,
+    Fact,
     Table,
+    as_json,
+    milliseconds,
     of_limit,
     paragraph,
     percent,
     screen_width,
     three_digits,
+    yes_no,
 )
 from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import write_bytes
@@ -84,29 +88,21 @@ class WhatIf:
     # The changed job, where it has the same question: as many tokens on as many devices.
     job: Job | None = None
 
-    def cells(self, unit: ByteUnit) -> tuple[str, ...]:
-        """Return the line of the table."""
-        row, speed = self.row, self.tokens_per_second
-        return (
-            self.change,
-            row.ac,
-            unit.number(row.need.bytes),
-            three_digits(1000 * row.seconds) if row.fits else "",
-            three_digits(speed) if row.fits and speed is not None else "",
-            "yes" if row.fits else "no",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it in JSON values; sizes in bytes, times in seconds."""
+    def facts(self, unit: ByteUnit) -> list[Fact]:
+        """Return its values; sizes in bytes, times in seconds."""
         row = self.row
-        return {
-            "change": self.change,
-            "ac": row.ac,
-            "fits": row.fits,
-            "needed_bytes": row.need.bytes,
-            "step_seconds": row.seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
+
+        def where_it_fits(text: Callable[[Any], str]) -> Callable[[Any], str]:
+            return text if row.fits else lambda value: ""
+
+        return [
+            Fact("change", self.change, Column("what if", left=True)),
+            Fact("ac", row.ac, Column("ac", left=True)),
+            Fact("needed_bytes", row.need.bytes, Column("needs"), unit.number),
+            Fact("step_seconds", row.seconds, Column("ms"), where_it_fits(milliseconds)),
+            Fact("tokens_per_second", self.tokens_per_second, Column("tokens/s", 1), where_it_fits(three_digits)),
+            Fact("fits", row.fits, Column("fits", left=True), yes_no),
+        ]
 
 
 @dataclass(frozen=True)
@@ -194,49 +190,42 @@ class PlanReport:
 
     def table(self) -> Table:
         """Return the rows as a table: bytes in one unit, milliseconds, and tokens per second of one device."""
-        unit = self._unit()
-        ranks = len(self.rows[0].peaks) if self.job.pp.size > 1 else 0
-        columns = (
-            Column("ac", left=True),
-            Column("saved", 3),
-            Column("host", 2),
-            Column("peak"),
-            Column("reserved"),
-            Column("recompute", 5),
-            Column("slower"),
-            Column("ms"),
-            Column("tokens/s", 1),
-            Column("bubble", 4),
-            Column("fits", left=True),
-            Column("peak at", 6, left=True),
-            *(Column(f"rank {rank}", 7) for rank in range(ranks)),
-        )
-        return Table(columns, tuple(self._cells(row, unit, ranks) for row in self.rows))
+        return Table.of(map(self._facts, self.rows))
 
     def _unit(self) -> ByteUnit:
         return ByteUnit.for_sizes([row.need.bytes for row in self.rows])
 
-    def _cells(self, row: ReportRow, unit: ByteUnit, ranks: int) -> tuple[str, ...]:
-        plan, speed = row.plan, self.tokens_per_second(row)
-        of_ranks = [
-            unit.number(peak.total) + (f" ({unit.number(row.reserved[rank])})" if row.reserved else "")
-            for rank, peak in enumerate(row.peaks[:ranks])
+    def _facts(self, row: ReportRow) -> list[Fact]:
+        """Return the values of a row: sizes in bytes, times in seconds, shares of one."""
+        plan, size = row.plan, self._unit().number
+        on_host = any(each.host_bytes for each in self.rows)
+        ranks = row.peaks if self.job.pp.size > 1 else ()
+        reserved = [f" ({size(each)})" for each in row.reserved] or [""] * len(ranks)
+        return [
+            Fact("ac", row.ac, Column("ac", left=True)),
+            Fact("saved_bytes", plan.held_bytes, Column("saved", 3), size),
+            Fact("host_bytes", row.host_bytes, Column("host", 2), size if on_host else lambda nothing: ""),
+            Fact("peak_bytes", plan.peak_bytes, Column("peak"), size),
+            Fact("reserved_bytes", row.need.reserved, Column("reserved"), size),
+            Fact("needed_bytes", row.need.bytes),
+            Fact("recompute_share", plan.recompute_share, Column("recompute", 5), percent),
+            Fact("recompute_flops", plan.recompute_flops),
+            Fact("slower", self.slower(row), Column("slower"), percent),
+            Fact("step_seconds", row.seconds, Column("ms"), milliseconds),
+            Fact("tokens_per_second", self.tokens_per_second(row), Column("tokens/s", 1), three_digits),
+            Fact("bubble", row.bubble, Column("bubble", 4), percent),
+            Fact("fits", row.fits, Column("fits", left=True), yes_no),
+            Fact("peak_at", plan.peak_at, Column("peak at", 6, left=True)),
+            Fact("peak_parts", dict(plan.peak)),
+            Fact("gap_seconds", plan.gap_seconds),
+            Fact("rank_peak_bytes", [peak.total for peak in row.peaks]),
+            Fact("rank_reserved_bytes", list(row.reserved)),
+            Fact("layers", dict(Counter(layer.label for layer in plan.layers))),
+            *(
+                Fact("", size(peak.total) + more, Column(f"rank {rank}", 7))
+                for rank, (peak, more) in enumerate(zip(ranks, reserved))
+            ),
         ]
-        return (
-            row.ac,
-            unit.number(plan.held_bytes),
-            unit.number(row.host_bytes) if any(each.host_bytes for each in self.rows) else "",
-            unit.number(plan.peak_bytes),
-            "" if row.need.reserved is None else unit.number(row.need.reserved),
-            percent(plan.recompute_share),
-            percent(self.slower(row)),
-            three_digits(1000 * row.seconds),
-            "" if speed is None else three_digits(speed),
-            "" if row.bubble is None else percent(row.bubble),
-            "yes" if row.fits else "no",
-            plan.peak_at,
-            *of_ranks,
-        )
 
     def text(self, width: int | None = None, explain: bool = False) -> str:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
@@ -270,23 +259,13 @@ class PlanReport:
         row, job = fastest.row, fastest.job
         assert job is not None  # `fitting`
         word = "Fits" if self.best is None else "Faster"
-        milliseconds = f"{three_digits(1000 * row.seconds)} ms"
         call = replace(self, job=job, best=row).call()
-        return [f"{word} with {fastest.change}: {milliseconds}, ac={row.ac!r}.", f"Paste: {call}"]
+        return [f"{word} with {fastest.change}: {milliseconds(row.seconds)} ms, ac={row.ac!r}.", f"Paste: {call}"]
 
     def what_if_table(self) -> Table:
         """Return `what_if` as a table, with the recommended row first."""
-        unit = self._unit()
-        columns = (
-            Column("what if", left=True),
-            Column("ac", left=True),
-            Column("needs"),
-            Column("ms"),
-            Column("tokens/s", 1),
-            Column("fits", left=True),
-        )
         now = [] if self.best is None else [WhatIf("as asked", self.best, self.tokens_per_second(self.best))]
-        return Table(columns, tuple(change.cells(unit) for change in (*now, *self.what_if)))
+        return Table.of(change.facts(self._unit()) for change in (*now, *self.what_if))
 
     def __str__(self) -> str:
         return self.text(screen_width())
@@ -333,32 +312,8 @@ class PlanReport:
             "checkpoint_bytes": self.checkpoint_bytes,
             "tokens": self.tokens,
             "pipeline": None if self.pipeline is None else dict(self.pipeline),
-            "rows": [self._row_dict(row) for row in self.rows],
-            "what_if": [change.to_dict() for change in self.what_if],
-        }
-
-    def _row_dict(self, row: ReportRow) -> dict[str, Any]:
-        plan = row.plan
-        return {
-            "ac": row.ac,
-            "fits": row.fits,
-            "saved_bytes": plan.held_bytes,
-            "host_bytes": row.host_bytes,
-            "peak_bytes": plan.peak_bytes,
-            "reserved_bytes": row.need.reserved,
-            "needed_bytes": row.need.bytes,
-            "peak_at": plan.peak_at,
-            "peak_parts": dict(plan.peak),
-            "recompute_flops": plan.recompute_flops,
-            "recompute_share": plan.recompute_share,
-            "step_seconds": row.seconds,
-            "slower": self.slower(row),
-            "tokens_per_second": self.tokens_per_second(row),
-            "gap_seconds": plan.gap_seconds,
-            "bubble": row.bubble,
-            "rank_peak_bytes": [peak.total for peak in row.peaks],
-            "rank_reserved_bytes": list(row.reserved),
-            "layers": dict(Counter(layer.label for layer in plan.layers)),
+            "rows": [as_json(self._facts(row)) for row in self.rows],
+            "what_if": [as_json(change.facts(self._unit())) for change in self.what_if],
         }
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_like._util.garbage import rare_collections
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
@@ -387,6 +388,7 @@ def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
 T = TypeVar("T")
 
 
+@rare_collections()
 def same_on_all_ranks(make: Callable[[], T]) -> T:
     """Call `make` on rank 0, and return its result, or raise its error, on all ranks.
 

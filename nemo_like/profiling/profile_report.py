@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, three_digits
+from nemo_like._util.table import ByteUnit, Column, Fact, Table, paragraph, percent, three_digits
 
 MB = 10**6
 
@@ -113,24 +113,15 @@ class ProfileReport:
     def table(self, width: int | None = None) -> str:
         """Return it as text for a screen of `width` columns (None: as wide as it gets)."""
         unit = self.unit
-        columns = (
-            Column("layer", left=True, least=28),
-            Column("class", 3, left=True),
-            Column(f"saved {unit.name}"),
-            Column(f"freed {unit.name}", 1),
-            Column("forward ms"),
-            Column("backward ms"),
-            Column("spread", 2),
-        )
         rows = (
             (
-                row.name,
-                row.kind + (f" x{row.calls}" if row.calls > 1 else ""),
-                unit.number(row.activation_bytes),
-                unit.number(row.freed_bytes),
-                three_digits(row.forward_ms),
-                three_digits(row.backward_ms),
-                percent(row.spread),
+                Fact("", row.name, Column("layer", left=True, least=28)),
+                Fact("", row.kind + (f" x{row.calls}" if row.calls > 1 else ""), Column("class", 3, left=True)),
+                Fact("", row.activation_bytes, Column(f"saved {unit.name}"), unit.number),
+                Fact("", row.freed_bytes, Column(f"freed {unit.name}", 1), unit.number),
+                Fact("", row.forward_ms, Column("forward ms"), three_digits),
+                Fact("", row.backward_ms, Column("backward ms"), three_digits),
+                Fact("", row.spread, Column("spread", 2), percent),
             )
             for row in self.layers
         )
@@ -143,7 +134,7 @@ class ProfileReport:
             f"{three_digits(sum(row.forward_ms for row in self.layers))} ms, backward "
             f"{three_digits(sum(row.backward_ms for row in self.layers))} ms."
         )
-        rendered = Table(columns, tuple(rows)).with_note(width=width)
+        rendered = Table.of(rows).with_note(width=width)
         return f"{paragraph(answer, width)}\n{paragraph(about, width)}\n\n{rendered}"
 
     @property

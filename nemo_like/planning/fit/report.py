@@ -11,13 +11,17 @@ from nemo_like._util.console import flag
 from nemo_like._util.table import (
     ByteUnit,
     Column,
+    Fact,
     Table,
+    as_json,
+    milliseconds,
     of_limit,
     paragraph,
     parameters_word,
     percent,
     screen_width,
     three_digits,
+    yes_no,
 )
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import write_bytes
@@ -26,7 +30,6 @@ from nemo_like.flags import changed_flags, flags_on
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
-from nemo_like.options.flag import Flag
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.account import Explained, setting
 from nemo_like.planning.accuracy import accuracy_words
@@ -93,11 +96,7 @@ class Candidate(Explained):
 
     def kwargs(self) -> dict[str, Any]:
         """Return the arguments of `nemo_like.parallelize`, without the model; a plan is a `Plan`, which needs no sample."""
-        job = self._runnable(self.plan)
-        arguments = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
-        if "optimizer" in arguments:
-            arguments["step"] = arguments.pop("optimizer")
-        return arguments | ({"sample_input": self.sample} if self.layout.pp > 1 else {})
+        return self._runnable(self.plan).arguments() | ({"sample_input": self.sample} if self.layout.pp > 1 else {})
 
     def call(self, sample: str = "batch") -> str:
         """Return the line of Python that does the same; `sample`: the name of one micro-batch."""
@@ -116,18 +115,36 @@ class Candidate(Explained):
             job = replace(job, planned_tokens=tokens)  # a plan knows them itself
         return job if plan is None else replace(job, ac=plan)
 
+    def facts(self, number: int, unit: ByteUnit) -> list[Fact]:
+        """Return the values of line `number` of a table, whose sizes are in `unit`; here they are in bytes."""
+        layout, job, size = self.layout, self.job, unit.number
+        words = {
+            name: Fact(name, value, _COLUMNS.get(name), _TEXTS.get(name, str))
+            for name, value in layout.words.items()
+            if name != "ac"
+        }
+        batch = f"{layout.micro_batch} x {layout.grad_accum}"
+        return [
+            Fact("", number, Column("#")),
+            *(words.pop(name) for name in (*_AXES, "schedule")),
+            Fact("", batch, Column("batch", left=True)),
+            Fact("precision", precision_word(job.precision), Column("precision", 3, left=True, usual=None)),
+            Fact("optimizer", job.step.optimizer, Column("optimizer", 3, left=True, usual=None)),
+            Fact("compile", job.compile, Column("compile", 4, left=True, usual=None), nothing="none"),
+            Fact("ac", self.ac, Column("ac", left=True)),
+            *words.values(),
+            Fact("peak_bytes", self.peak_bytes, Column("peak", 6), size),
+            Fact("reserved_bytes", self.reserved, Column("reserved", 1), size),
+            Fact("step_seconds", self.step_seconds, Column("ms", 2), milliseconds),
+            Fact("tokens_per_second_per_gpu", self.tokens_per_second_per_gpu, Column("tokens/s"), three_digits),
+            Fact("mfu", self.mfu, Column("MFU", 1), percent),
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Return it in JSON values; sizes in bytes, times in seconds."""
-        job = self.job
         return {
-            **self.layout.words,
-            "ac": self.ac,
-            "precision": precision_word(job.precision),
-            "optimizer": job.step.optimizer,
-            "compile": job.compile,
-            "peak_bytes": self.peak_bytes,
+            **as_json(self.facts(1, ByteUnit.for_sizes([]))),
             "peak_at": self.peak.at,
-            "reserved_bytes": self.reserved,
             "needed_bytes": self.need.bytes,
             "input_bytes": self.need.inputs,
             "judged_by": self.need.by,
@@ -135,10 +152,7 @@ class Candidate(Explained):
             "outside_bytes": dict(self.outside.parts),
             "memory_fraction": self.outside.fraction,
             "parts": self.account.parts,
-            "step_seconds": self.step_seconds,
             "seconds": dict(self.seconds.parts),
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "mfu": self.mfu,
             "fits": self.fits,
             "call": self.call(),
             "explained": self.account.as_json(),
@@ -312,43 +326,17 @@ CHECKED = {
 }
 
 
-def _cell(flag: Flag, value: Any) -> str:
-    """Return the text of an option's value in the table."""
-    return ("no", "yes")[value] if flag.kind is bool else str(flag.write(value))
-
-
-_COLUMNS = (
-    Column("#"),
-    Column("dp_replicate"),
-    Column("dp_shard"),
-    Column("tp"),
-    Column("cp"),
-    Column("ep"),
-    Column("pp"),
-    Column("schedule", 4, left=True),
-    Column("batch", left=True),
-    Column("precision", 3, left=True),
-    Column("optimizer", 3, left=True),
-    Column("compile", 4, left=True),
-    Column("ac", left=True),
-    Column("loss", left=True),
-    Column("offload", left=True),
-    *(Column(flag.column, 2, left=True) for flag in SHARDING),
-    Column("peak", 6),
-    Column("reserved", 1),
-    Column("ms", 2),
-    Column("tokens/s"),
-    Column("MFU", 1),
-)
-# Default value of each column.
-_USUAL = {
-    "dp_replicate": "1",
-    "tp": "1",
-    "cp": "1",
-    "ep": "1",
-    "pp": "1",
-    "offload": "none",
-} | {flag.column: _cell(flag, flag.searched[0]) for flag in SHARDING}
+# How the values of options are written in the table.
+_TEXTS = {flag.name: yes_no if flag.kind is bool else flag.write for flag in SHARDING}
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")
+# Columns of the words of a layout: those of the axes, then further ones.
+_COLUMNS = {
+    **{name: Column(name, usual="" if name == "dp_shard" else "1") for name in _AXES},
+    "schedule": Column("schedule", 4, left=True),
+    "loss": Column("loss", left=True),
+    "offload": Column("offload", left=True, usual="none"),
+    **{flag.name: Column(flag.column, 2, left=True, usual=_TEXTS[flag.name](flag.searched[0])) for flag in SHARDING},
+}
 
 
 @dataclass(frozen=True)
@@ -456,15 +444,9 @@ class FitReport:
         )
 
     def table(self) -> Table:
-        """Return the configurations as a table, best first; a column that is at its default everywhere is not there."""
+        """Return the configurations as a table, best first; a column that is at its default everywhere is not shown."""
         unit = self._unit()
-        lines = [_line(number, candidate, unit) for number, candidate in enumerate(self.candidates, 1)]
-        for i, column in enumerate(_COLUMNS):
-            usual = _USUAL.get(column.name, "")
-            same = column.name in ("precision", "optimizer", "compile") and len({line[i] for line in lines}) <= 1
-            if same or all(line[i] == usual for line in lines):
-                lines = [(*line[:i], "", *line[i + 1 :]) for line in lines]
-        return Table(_COLUMNS, tuple(lines))
+        return Table.of(candidate.facts(number, unit) for number, candidate in enumerate(self.candidates, 1))
 
     def _unit(self) -> ByteUnit:
         return ByteUnit.for_sizes([candidate.need.bytes for candidate in self.candidates])
@@ -555,28 +537,6 @@ class FitReport:
             "formula_off": {what: list(values) for what, values in self.off.items()},
             "interrupted": self.interrupted,
         }
-
-
-def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
-    layout, job = candidate.layout, candidate.job
-    return (
-        str(number),
-        *(str(getattr(layout, name)) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")),
-        layout.schedule or "",
-        f"{layout.micro_batch} x {layout.grad_accum}",
-        precision_word(job.precision),
-        job.step.optimizer,
-        job.compile or "none",
-        candidate.ac,
-        layout.loss,
-        layout.offload,
-        *(_cell(flag, getattr(layout.fsdp, flag.name)) for flag in SHARDING),
-        unit.number(candidate.peak_bytes),
-        "" if candidate.reserved is None else unit.number(candidate.reserved),
-        three_digits(1000 * candidate.step_seconds),
-        three_digits(candidate.tokens_per_second_per_gpu),
-        percent(candidate.mfu),
-    )
 
 
 def recipe(report: FitReport, candidate: Candidate) -> str:

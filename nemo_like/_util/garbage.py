@@ -1,0 +1,16 @@
+"""Python's search for garbage, made rare where many objects are made that stay."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for garbage less often: imports, traces and plans make millions of objects, and each look takes seconds."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
