@@ -34,7 +34,7 @@ def _model(layers: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]  # transformers reads any further keyword
         vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", tie_word_embeddings=False,
     )  # fmt: skip

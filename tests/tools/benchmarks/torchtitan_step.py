@@ -81,7 +81,7 @@ def with_last_products(query: PlanQuery) -> PlanQuery:
     own.__dict__["layer_calls"] = lambda choices, accumulate, **how: [
         _with(layer, more[call.kind]) for layer, call in zip(plain(choices, accumulate, **how), stage.part.traced.calls)
     ]
-    return replace(query, stages=(own,), peaks={})
+    return replace(query, stages=(own,), written={})
 
 
 def reserved_of_stages(query: PlanQuery, rank: int, choices: Choices) -> Reserved:
