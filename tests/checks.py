@@ -82,9 +82,9 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return if tensors, or mappings and sequences of them, are equal to the bit; other values by ``==``."""
+    """Return if tensors, or mappings and sequences of them, are equal to the bit and in dtype; other values by ``==``."""
     if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and torch.equal(whole(found), whole(expected))
+        return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(whole(found), whole(expected))
     if isinstance(expected, Mapping):
         return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
     if isinstance(expected, list | tuple):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.checks import same
 from tests.models.blocks import in_turn
 
 WIDTH, LENGTH, LAYERS = 8, 6, 4
@@ -248,10 +249,8 @@ def run_loop(model: nn.Module, actions: list[Action], reduce: Callable[[nn.Modul
 
 def differences(bare: Outcome, other: Outcome) -> list[str]:
     """Where `other` saw something else, up to its error; empty where it is the original model to the bit."""
-    found = []
-    for index, (expected, actual) in enumerate(zip(bare.seen, other.seen, strict=False)):
-        if len(expected) != len(actual) or not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
-            found.append(f"action {index}")
+    seen = enumerate(zip(other.seen, bare.seen, strict=False))
+    found = [f"action {index}" for index, pair in seen if not same(*pair)]
     if bare.error is None and other.error is None:
-        found += [name for name, value in bare.state.items() if not torch.equal(value, other.state[name])]
+        found += [name for name, value in bare.state.items() if not same(other.state[name], value)]
     return found
