@@ -8,9 +8,10 @@ from contextlib import contextmanager
 @contextmanager
 def rare_collections() -> Iterator[None]:
     """Look for garbage less often: imports, traces and plans make millions of objects, and each look takes seconds."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
+    before, rare = gc.get_threshold(), (100_000, 50, 100)
+    gc.set_threshold(*rare)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if before != rare:  # else a caller, or another thread that plans, puts them back
+            gc.set_threshold(*before)

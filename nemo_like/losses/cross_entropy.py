@@ -306,13 +306,14 @@ class ChunkedCall:
 
 
 def walk(
-    call: ChunkedCall, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | None, into_hidden: bool
+    call: ChunkedCall,
+    hidden: Tensor,  # (tokens, D)
+    params: Sequence[Tensor],
+    weights: Tensor | None,  # (tokens,) float32
+    into_hidden: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """All chunks: the losses, (tokens,) float32, and, with `weights`, the gradients of ``(weights * losses).sum()``, of
-    `hidden` and of `params`.
-
-    hidden: (tokens, D), weights: (tokens,) float32 or None.
-    """
+    `hidden` and of `params`."""
     head, size = call.open(hidden, params)
     with_gradient = weights is not None and (into_hidden or bool(params))
     sums = GradientSums(params, call.options.grads_in_float32)
@@ -342,11 +343,11 @@ class LossInForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: ChunkedCall,
-        weights: Tensor,
-        scale: Tensor,
-        items: Tensor,
+        weights: Tensor,  # (tokens,)
+        scale: Tensor,  # ()
+        items: Tensor,  # ()
         train: bool,
-        hidden: Tensor,
+        hidden: Tensor,  # (tokens, D)
         *params: Tensor,
     ) -> Tensor:
         into_hidden = train and ctx.needs_input_grad[5]

@@ -71,7 +71,12 @@ class AutogradHead:
         return output.detach().clone() if _storage(output) in seen else output.data
 
     def backward(
-        self, gradient: Tensor, sparse: SparseGradient | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+        self,
+        gradient: Tensor,  # (tokens, V)
+        sparse: SparseGradient | None,
+        hidden: Tensor,  # (tokens, D)
+        into: Tensor | None,  # (tokens, D)
+        sums: GradientSums,
     ) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
         assert self._graph is not None and sparse is None
@@ -126,7 +131,12 @@ class LinearHead:
             return nn.functional.linear(hidden, self._weight, self._bias)
 
     def backward(
-        self, gradient: Tensor, sparse: SparseGradient | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+        self,
+        gradient: Tensor,  # (tokens, V)
+        sparse: SparseGradient | None,
+        hidden: Tensor,  # (tokens, D)
+        into: Tensor | None,  # (tokens, D)
+        sums: GradientSums,
     ) -> None:
         """As `AutogradHead.backward`; `sparse`: entries that `gradient` lacks."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -153,8 +163,13 @@ class LinearHead:
                 if sparse is not None:
                     _add_rows(total, sparse.column, sparse.value)
 
-    def _add_outer(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-        """``total += gradient.T @ hidden``, (V, D), without rounding a chunk's product to less than `total` has."""
+    def _add_outer(
+        self,
+        total: Tensor,  # (V, D)
+        gradient: Tensor,  # (tokens, V)
+        hidden: Tensor,  # (tokens, D)
+    ) -> None:
+        """``total += gradient.T @ hidden`` without rounding a chunk's product to less than `total` has."""
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), hidden)
             return
@@ -180,7 +195,11 @@ def _few(sparse: SparseGradient | None, weight: Tensor) -> Iterator[tuple[slice,
             yield rows, sparse.column[rows], sparse.value[rows]
 
 
-def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+def _add_rows(
+    total: Tensor,  # (V, D); of a bias (V,)
+    rows: Tensor,  # (tokens,)
+    values: Tensor,  # (tokens, D); of a bias (tokens,)
+) -> None:
     """Add `values` to those rows of `total`, several to one in the same order each time."""
     if total.device.type == "cpu":
         total.index_add_(0, rows, values.to(total.dtype))

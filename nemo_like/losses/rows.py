@@ -247,12 +247,12 @@ class CrossEntropyRows:
 
     def _cut(
         self,
-        logits: Tensor,
+        logits: Tensor,  # (tokens, V here)
         vocabulary: Vocabulary,
-        index: Tensor,
-        here: Tensor,
-        counts: Tensor,
-        weights: Tensor | None,
+        index: Tensor,  # (tokens, 1)
+        here: Tensor,  # (tokens,)
+        counts: Tensor,  # (tokens,)
+        weights: Tensor | None,  # (tokens,)
     ) -> Tensor:
         """Two walks over the blocks, because the other shards' sums come between them, once for all blocks."""
         terms, parts = self._terms, new_losses(logits, 3)  # lse, the label's logit, sum of the logits
@@ -283,15 +283,15 @@ def _some_do_not_count(counts: Tensor) -> bool:
 
 
 def _whole_rows(
-    raw: Tensor,
-    index: Tensor,
-    counts: Tensor,
-    weights: Tensor | None,
+    raw: Tensor,  # (rows, V)
+    index: Tensor,  # (rows, 1)
+    counts: Tensor,  # (rows,)
+    weights: Tensor | None,  # (rows,)
     some_do_not_count: bool,
     apart: bool,
     terms: Terms,
 ) -> Tensor:
-    """(2, rows): losses of one block; with `weights`, `raw`, (rows, V), becomes the gradient, whose entries at the label
+    """(2, rows): losses of one block; with `weights`, `raw` becomes the gradient, whose entries at the label
     come second and with `apart` are left out of it. Each logit is exponentiated once."""
     values = terms.shape.apply(raw)
     target = values.gather(1, index)[:, 0]
@@ -320,7 +320,12 @@ def _whole_rows(
     return torch.stack([losses, at_label[:, 0].masked_fill(~counts, 0)])
 
 
-def _cut_sums(raw: Tensor, index: Tensor, here: Tensor, terms: Terms) -> Tensor:
+def _cut_sums(
+    raw: Tensor,  # (rows, V here)
+    index: Tensor,  # (rows, 1)
+    here: Tensor,  # (rows,)
+    terms: Terms,
+) -> Tensor:
     """(3, rows): lse, the label's logit, sum of the logits of this shard. Logits that are worked on in place get shaped."""
     if not raw.shape[1]:
         nothing = raw.new_zeros(len(raw), dtype=raw.dtype if in_place(raw) else torch.float32)
@@ -331,7 +336,14 @@ def _cut_sums(raw: Tensor, index: Tensor, here: Tensor, terms: Terms) -> Tensor:
 
 
 def _cut_gradient_(
-    raw: Tensor, index: Tensor, counts: Tensor, lse: Tensor, weights: Tensor, at_label: Tensor, size: int, terms: Terms
+    raw: Tensor,  # (rows, V here)
+    index: Tensor,  # (rows, 1)
+    counts: Tensor,  # (rows,)
+    lse: Tensor,  # (rows,)
+    weights: Tensor,  # (rows,)
+    at_label: Tensor,  # (rows,)
+    size: int,
+    terms: Terms,
 ) -> None:
     """`raw`, as `_cut_sums` left it, becomes the gradient. at_label: the weights of rows whose label is in this shard."""
     if not raw.shape[1]:

@@ -90,17 +90,18 @@ class WhatIf:
 
     def facts(self, unit: ByteUnit) -> list[Fact]:
         """Return its values; sizes in bytes, times in seconds."""
-        row = self.row
-
-        def where_it_fits(text: Callable[[Any], str]) -> Callable[[Any], str]:
-            return text if row.fits else lambda value: ""
-
+        row, no_text = self.row, "".format
         return [
             Fact("change", self.change, Column("what if", left=True)),
             Fact("ac", row.ac, Column("ac", left=True)),
             Fact("needed_bytes", row.need.bytes, Column("needs"), unit.number),
-            Fact("step_seconds", row.seconds, Column("ms"), where_it_fits(milliseconds)),
-            Fact("tokens_per_second", self.tokens_per_second, Column("tokens/s", 1), where_it_fits(three_digits)),
+            Fact("step_seconds", row.seconds, Column("ms"), milliseconds if row.fits else no_text),
+            Fact(
+                "tokens_per_second",
+                self.tokens_per_second,
+                Column("tokens/s", 1),
+                three_digits if row.fits else no_text,
+            ),
             Fact("fits", row.fits, Column("fits", left=True), yes_no),
         ]
 
@@ -204,7 +205,7 @@ class PlanReport:
         return [
             Fact("ac", row.ac, Column("ac", left=True)),
             Fact("saved_bytes", plan.held_bytes, Column("saved", 3), size),
-            Fact("host_bytes", row.host_bytes, Column("host", 2), size if on_host else lambda nothing: ""),
+            Fact("host_bytes", row.host_bytes, Column("host", 2), size if on_host else "".format),
             Fact("peak_bytes", plan.peak_bytes, Column("peak"), size),
             Fact("reserved_bytes", row.need.reserved, Column("reserved"), size),
             Fact("needed_bytes", row.need.bytes),

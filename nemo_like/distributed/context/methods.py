@@ -135,7 +135,13 @@ causal_attention.register_autograd(_backward, setup_context=_setup)
 # One block. (B, H, L, D) queries over (B, KV heads, M, D) keys and values.
 
 
-def attend_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend_block(
+    query: Tensor,  # (B, H, L, D)
+    key: Tensor,  # (B, KV heads, M, D)
+    value: Tensor,  # (B, KV heads, M, D)
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps (B, H, L), at least float32. causal: query i sees the keys up to i."""
     kernel = fused_attention_kernel(query, key, value, causal, scale)
     if kernel == "cpu":
@@ -156,7 +162,14 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale:
 
 
 def attend_block_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, causal: bool, scale: float
+    grad: Tensor,  # (B, H, L, D)
+    query: Tensor,  # (B, H, L, D)
+    key: Tensor,  # (B, KV heads, M, D)
+    value: Tensor,  # (B, KV heads, M, D)
+    out: Tensor,  # (B, H, L, D)
+    total: Tensor,  # (B, H, L)
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; out, total: of the queries over all keys, not of this block's alone."""
     kernel = fused_attention_kernel(query, key, value, causal, scale)
@@ -196,7 +209,11 @@ def attend_block_backward(
     return grads
 
 
-def _for_all(query: Tensor, states: Tensor) -> Tensor:
+def _for_all(
+    query: Tensor,  # (B, H, L, D)
+    states: Tensor,  # (B, KV heads, M, D)
+) -> Tensor:
+    """Return keys or values of every query head: (B, H, M, D)."""
     return states.repeat_interleave(query.shape[1] // states.shape[1], 1)
 
 

@@ -145,7 +145,11 @@ class _Sum(torch.autograd.Function):
         return of_rows * weights[:, None], of_weights, None
 
 
-def _summed(rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
+def _summed(
+    rows: Tensor,  # (R, D)
+    weights: Tensor | None,  # (R,)
+    members: Members,
+) -> Tensor:
     """One kernel, which adds in float32 and in the order of `members`, and copies no row."""
     in_order = None if weights is None else weights.index_select(0, members.order)
     # (weight, indices, offsets, scale_grad_by_freq, mode: 0 is a sum, sparse, per_sample_weights)

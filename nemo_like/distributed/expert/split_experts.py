@@ -360,7 +360,11 @@ def fused_mlp(
     return _plus_bias(grouped_mm(hidden, matrix("down_proj"), counts, ends), weights.get("down_proj_bias"), ends)
 
 
-def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def _plus_bias(
+    rows: Tensor,  # (R, D)
+    bias: Tensor | None,  # (experts here, D)
+    ends: Tensor,  # (experts here,)
+) -> Tensor:
     return rows if bias is None else rows + bias[expert_of_rows(ends, rows.shape[0])]
 
 
@@ -558,7 +562,12 @@ class SplitExperts(Forward):
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)
 
-    def by_its_own_forward(self, weights: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
+    def by_its_own_forward(
+        self,
+        weights: dict[str, Tensor],  # (experts here, ...)
+        rows: Tensor,  # (R, D)
+        ends: Tensor,  # (experts here,)
+    ) -> Tensor:
         """The same through the module's own code, which sees a module of fewer experts: fewer rows in
         tensors that have one for each, weights and buffers; those that all experts share are unchanged."""
         ids = expert_of_rows(ends, rows.shape[0])[:, None]
