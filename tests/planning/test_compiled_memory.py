@@ -12,10 +12,10 @@ from nemo_like import Job, parallelize
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.layers import find_layers
-from nemo_like.options import MemoryBudget, TensorParallel
+from nemo_like.options import MemoryBudget, PipelineParallel, TensorParallel
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
-from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.rank import peak_of, peaks_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, compiled_memory
 from nemo_like.torch_compat import local_part
@@ -38,8 +38,8 @@ def _batch() -> dict[str, Tensor]:
     return tiny.labelled(torch.randint(0, 32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)))
 
 
-def _query(model: nn.Module, ac: str, compile: str | bool) -> PlanQuery:
-    job = Job.of(strategy="single", ac=ac, compile=compile, device="cpu", optimizer="sgd")
+def _query(model: nn.Module, ac: str, compile: str | bool, **more: Any) -> PlanQuery:
+    job = Job.of(**{"strategy": "single", "ac": ac, "compile": compile, "device": "cpu", "optimizer": "sgd"} | more)
     return PlanQuery.from_model(model, _batch(), job)
 
 
@@ -100,13 +100,19 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     assert ((0, 0) in call.inputs) == (given.untyped_storage()._cdata in made)
 
 
-def test_what_is_not_told_is_planned_as_eager_and_said(caplog: pytest.LogCaptureFixture) -> None:
+CUT_BACKWARD = {"strategy": "fsdp2", "pp": PipelineParallel(2, "zbv", 4), "world_size": 2}
+
+
+@pytest.mark.parametrize(("dropout", "more"), [(0.1, {}), (0.0, CUT_BACKWARD)])
+def test_what_is_not_told_is_planned_as_eager_and_said(
+    dropout: float, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = _model()
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    query = _query(model, "none", "aot_eager")
-    eager = _query(model, "none", False)
-    assert peak_of(query, query.uniform("none")).total == peak_of(eager, eager.uniform("none")).total
+        layer.self_attn.attention_dropout = dropout
+    query, eager = (_query(model, "none", compile, **more) for compile in ("aot_eager", False))
+    # Of a pipeline, the rank whose every backward is cut in two.
+    assert peaks_of(query, query.uniform("none"))[-1].total == peaks_of(eager, eager.uniform("none"))[-1].total
     assert any("with the bytes of eager ones" in record.message for record in said(caplog))
 
 

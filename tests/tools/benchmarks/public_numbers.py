@@ -741,7 +741,7 @@ them with the planner, on a CPU. Nothing ran on a GPU here.
 
 - The rows are in `tests/tools/benchmarks/public/`, each file with its source. No row is left out.
 - All rows of a GPU have one set of constants. One was chosen with rows in sight: the clock of the H100 of 500 W
-  ([constants](sources-of-constants.md#constants)). No other is fitted to a row.
+  ([constants](sources-of-constants.md)). No other is fitted to a row.
 - The jobs have the options that the source ran, or the nearest that the planner takes. The column *differs* says which.
 - *kind* says what the published memory is. `reserved` is held by the caching allocator; `allocated` and `active` by
   tensors. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
