@@ -36,7 +36,7 @@ class Fact(NamedTuple):
     key: str  # Its name in JSON, with the unit; empty: it is in the table alone.
     value: Any
     column: Column | None = None  # Its column; None: it is in JSON alone.
-    text: Callable[[Any], str] = str  # Writes a value that is not None.
+    text: Callable[[Any], Any] = str  # Writes a value that is not None.
     nothing: str = ""  # Text of None.
 
 
@@ -60,7 +60,9 @@ class Table:
         Table(columns=(Column(name='ms', keep=0, left=False, least=None, usual=''),), rows=(('1.50',), ('',)))
         """
         shown = [[fact for fact in line if fact.column] for line in lines]
-        rows = (tuple(fact.nothing if fact.value is None else fact.text(fact.value) for fact in line) for line in shown)
+        rows = (
+            tuple(fact.nothing if fact.value is None else str(fact.text(fact.value)) for fact in line) for line in shown
+        )
         return cls(tuple(fact.column for fact in shown[0] if fact.column) if shown else (), tuple(rows))
 
     def text(self, width: int | None = None) -> str:
@@ -224,7 +226,7 @@ def milliseconds(seconds: float) -> str:
     return three_digits(1000 * seconds)
 
 
-def yes_no(value: bool) -> str:
+def yes_no(value: bool | None) -> str:
     return "yes" if value else "no"
 
 

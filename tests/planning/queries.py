@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nemo_like import parallelize
 from nemo_like._util.live_bytes import storages_of
 from nemo_like.activation_checkpointing.plan import STAYING, Plan
 from nemo_like.fake.run import FakeRun
@@ -82,6 +83,19 @@ def call_of(layer: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], 
     with layer.register_forward_pre_hook(lambda _, *given: caught.append(given), with_kwargs=True):
         run()
     return caught[-1]
+
+
+def trained_under(ac: str | None, build: Callable[[], Any], shape: tuple[int, ...], *, steps: int) -> list[Tensor]:
+    """Return the gradients and buffers of a model from a fixed seed after `steps` micro-batches of this shape.
+
+    ac: a budget that it is planned and run within; None: the plain model.
+    """
+    torch.manual_seed(0)
+    model = build() if ac is None else parallelize(build(), "single", ac, sample_input=torch.rand(shape))
+    for seed in range(1, 1 + steps):
+        torch.manual_seed(seed)
+        model(torch.rand(shape)).square().mean().backward()
+    return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
 def computing(trace: BlockTrace) -> list[tuple[Any, Any]]:

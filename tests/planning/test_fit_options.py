@@ -252,6 +252,8 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     assert "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True)" in best.call()
     assert best.kwargs()["strategy"] == FSDP2(reshard_after_forward=True, cpu_offload=True)
     assert " --cpu-offload" in recipe(report, best) and "cpu_offload" in report.table().text()
+    usual = replace(best, layout=best.layout.way(fsdp=FSDP2(cpu_offload=True)))
+    assert "default" in replace(report, candidates=(best, usual)).table().text()
     assert best.to_dict()["cpu_offload"] is True and best.to_dict()["host_bytes"] == best.host_bytes
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like import Job, parallelize
+from nemo_like import Job
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
@@ -17,9 +17,10 @@ from nemo_like.planning.predictions.rank import parts_at_peak, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import is_fake
 from tests.allocator_events import cpu_events
+from tests.checks import same
 from tests.models.blocks import Layer, in_turn
 from tests.models.tiny import Block
-from tests.planning.queries import bytes_between_steps, traced_block
+from tests.planning.queries import bytes_between_steps, traced_block, trained_under
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes
 TABLE = 4 * WIDTH * ROWS
@@ -136,21 +137,10 @@ def _stack(name: str) -> nn.Sequential:
     return nn.Sequential(*(Block(8, norm=False, act=act) for act in inside))
 
 
-def _trained(name: str, ac: str | None) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model: Any = _stack(name)
-    if ac is not None:
-        model = parallelize(model, "single", ac, sample_input=torch.rand(8, 8))
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        model(torch.rand(8, 8)).square().mean().backward()
-    return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
-
-
 @pytest.mark.parametrize("ac", ["75%", "30%"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_statistics_under_a_budget(name: str, ac: str):
-    assert all(map(torch.equal, _trained(name, ac), _trained(name, None)))
+    assert same(*(trained_under(each, functools.partial(_stack, name), (8, 8), steps=2) for each in (ac, None)))
 
 
 @pytest.mark.parametrize(("name", "steers"), [("Twice", [True, False]), ("Once", [False]), ("Instance", [True, True])])

@@ -1,5 +1,6 @@
 """Plans of jobs on several ranks: one for all of them, of the weights that tensor parallelism leaves, and for each stage."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,17 @@ def test_early_stages_of_1f1b_keep_less_of_each_microbatch(tmp_path: Path) -> No
     assert loaded.only(["model.layers.0"]).layers == (loaded.layers[0],)
 
 
-def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
-    """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
+def _kept_between_halves(query: PlanQuery, mode: str, change: Callable[[Any], None] = lambda layer: None) -> tuple[int, int]:
+    """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted.
+
+    change: what is done to the layer before it runs.
+    """
     stage, choices = query.stages[1], query.uniform(mode)[1]
     predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=True)[0].events
     policy = stage.part.policy(stage.part.traced.calls[0].kind, choices[0])
     model = _build()
     layer = model.model.layers[2]
+    change(layer)
     hidden = torch.randn(2, SEQ, 64, requires_grad=True)
     given = {"position_embeddings": model.model.rotary_emb(hidden, torch.arange(SEQ)[None])}
     rest: list[Any] = []
@@ -142,6 +147,9 @@ def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
     assert {case: predicted - counted for case, (predicted, counted) in found.items()} == dict.fromkeys(found, 0)
     kept = {case: counted for case, (_, counted) in found.items()}
     assert kept["full"] < kept["selective"] < kept["none"]
+    # A compiled layer is planned with the bytes of an eager one there, which are more.
+    predicted, counted = _kept_between_halves(query, "none", lambda layer: layer.compile(backend="aot_eager"))
+    assert counted < predicted
 
 
 def _plan(rank, world_size, budget):

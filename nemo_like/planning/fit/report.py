@@ -119,7 +119,13 @@ class Candidate(Explained):
         """Return the values of line `number` of a table, whose sizes are in `unit`; here they are in bytes."""
         layout, job, size = self.layout, self.job, unit.number
         words = {
-            name: Fact(name, value, _COLUMNS.get(name), _TEXTS.get(name, str))
+            name: Fact(
+                name,
+                value,
+                _COLUMNS.get(name),
+                _WRITES.get(name, str),
+                str(_WRITES[name](None)) if name in _WRITES else "",
+            )
             for name, value in layout.words.items()
             if name != "ac"
         }
@@ -326,8 +332,8 @@ CHECKED = {
 }
 
 
-# How the values of options are written in the table.
-_TEXTS = {flag.name: yes_no if flag.kind is bool else flag.write for flag in SHARDING}
+# How the values of options are written in the table, None among them.
+_WRITES = {flag.name: yes_no if flag.kind is bool else flag.write for flag in SHARDING}
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")
 # Columns of the words of a layout: those of the axes, then further ones.
 _COLUMNS = {
@@ -335,7 +341,10 @@ _COLUMNS = {
     "schedule": Column("schedule", 4, left=True),
     "loss": Column("loss", left=True),
     "offload": Column("offload", left=True, usual="none"),
-    **{flag.name: Column(flag.column, 2, left=True, usual=_TEXTS[flag.name](flag.searched[0])) for flag in SHARDING},
+    **{
+        flag.name: Column(flag.column, 2, left=True, usual=str(_WRITES[flag.name](flag.searched[0])))
+        for flag in SHARDING
+    },
 }
 
 
