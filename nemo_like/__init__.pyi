@@ -30,6 +30,7 @@ from nemo_like.activation_checkpointing.legacy import (
 from nemo_like.activation_checkpointing.legacy import (
     unwrap_checkpoint_wrapper as unwrap_checkpoint_wrapper,
 )
+from nemo_like.activation_checkpointing.names import name as name
 from nemo_like.activation_checkpointing.plan import Plan as Plan
 from nemo_like.activation_checkpointing.policy import SelectivePolicy as SelectivePolicy
 from nemo_like.activation_checkpointing.policy import TorchPolicy as TorchPolicy
@@ -99,6 +100,12 @@ from nemo_like.options import (
 )
 from nemo_like.options import (
     MemoryBudget as MemoryBudget,
+)
+from nemo_like.options import (
+    NamedList as NamedList,
+)
+from nemo_like.options import (
+    NamedLists as NamedLists,
 )
 from nemo_like.options import (
     OffloadConfig as OffloadConfig,

@@ -26,6 +26,7 @@ from nemo_like.options import (
     ContextParallel,
     ExpertParallel,
     MemoryBudget,
+    NamedLists,
     OffloadConfig,
     PipelineParallel,
     PlanSearch,
@@ -41,6 +42,7 @@ from nemo_like.options import (
 )
 from nemo_like.options.flag import flagged
 from nemo_like.options.memory import AllocatorConfig, allocator_here
+from nemo_like.options.names import NO_NAMES
 from nemo_like.options.parallel import OFFLOADS, in_stage, undivided, undivided_shards, unit_reshards
 
 if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs no torch
@@ -51,7 +53,8 @@ if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs 
     from nemo_like.activation_checkpointing.plan import Plan
     from nemo_like.activation_checkpointing.policy import Policy
 
-    Checkpointing: TypeAlias = str | bool | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy | None
+    Lists: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | NamedLists
+    Checkpointing: TypeAlias = str | bool | Lists | CheckpointConfig | MemoryBudget | Plan | Policy | None
 
 
 Strategy: TypeAlias = str | FSDP2 | DDP | Single
@@ -116,7 +119,7 @@ class Job:
     """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
     with its own options (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
-    ac: CheckpointConfig | MemoryBudget | Plan = flagged(
+    ac: CheckpointConfig | MemoryBudget | NamedLists | Plan = flagged(
         "selective",
         "pretrain finetune",
         "memory",
@@ -127,7 +130,9 @@ class Job:
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
     ``"sequential"`` (recompute segments of layers). With a `sample_input`: ``"40GiB"`` (the best plan for that
     peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory) or a
-    `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
+    `MemoryBudget`. Lists of names: ``{"save": ["attention"], "offload": ["mlp.up_proj"]}``, the rest of a layer being
+    recomputed; ``{"recompute": ["mlp"]}``, these modules alone; several with ``"layers"``, of which the first that matches
+    counts (`NamedList`). Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
     ac_scope: str | tuple[str, ...] = flagged(
         "all",
         "pretrain finetune",
@@ -546,6 +551,12 @@ def _of_code(job: Job) -> Iterator[str]:
             "precision='fp8'.",
         ),
     )
+    lists = job.ac.lists if isinstance(job.ac, NamedLists) else [getattr(job.ac, "fixed", NO_NAMES)]
+    for names in (each.offload for each in lists if each.offload and job.compile is not None):
+        yield (
+            f"ac has offload={list(names)} and compile is {job.compile!r}: compiled graphs keep nothing in CPU memory. Put "
+            "them into save, or use compile=None."
+        )
     if isinstance(job.ac, MemoryBudget) and job.pp.size > 1 and job.offloads_state:
         yield f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
 
@@ -634,7 +645,7 @@ def _shorthands(value: object) -> Iterable[Any]:
     """Words that may mean `value`."""
     if isinstance(value, CheckpointConfig):
         yield value.mode
-    if isinstance(value, MemoryBudget):
+    if isinstance(value, MemoryBudget | NamedLists):
         yield value.words
     if isinstance(value, Single | DDP | FSDP2):
         yield type(value).__name__.lower()

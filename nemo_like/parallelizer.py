@@ -21,7 +21,7 @@ from nemo_like._util.log import is_rank_zero, say_once, warn_once
 from nemo_like._util.module_tree import bare_modules, check_model
 from nemo_like._util.words import parse_dtype
 from nemo_like.activation_checkpointing import kv_sharing
-from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
+from nemo_like.activation_checkpointing.apply import apply_specs, check_met, check_specs
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
 from nemo_like.compile import compile_layers
@@ -138,6 +138,7 @@ def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Mo
         check_head(model)
     _, specs = resolve(model, job, layers_found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
+    check_met(model, specs)
     _log_steps(model)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
@@ -217,8 +218,10 @@ def parallelize(
             ``None``/``False``/``"none"``, ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the
             expensive ops), ``"submodule"``, ``"sequential"`` (recompute segments of layers). With a `sample_input`:
             ``"40GiB"`` (the best plan for that peak per rank), ``"50%"`` (of the activation bytes of ``"none"``),
-            ``"auto"`` (this device's memory) or a `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy
-            object (`SelectivePolicy`, `TorchPolicy`).
+            ``"auto"`` (this device's memory) or a `MemoryBudget`. Lists of names: ``{"save": ["attention"],
+            "offload": ["mlp.up_proj"]}``, the rest of a layer being recomputed; ``{"recompute": ["mlp"]}``, these
+            modules alone; several with ``"layers"``, of which the first that matches counts (`NamedList`). Also a
+            `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`).
         ac_scope: The groups of layers to checkpoint. ``"all"``, ``"language"``, ``"vision"``, ``"audio"``,
             ``"multimodal"`` or a list. A frozen layer is recomputed in calls with an input that needs a gradient.
         layers: Names (globs) or modules of the layers; None: found by structure.
@@ -345,6 +348,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         split_experts(model, experts, expert_mesh)
         specs = keep_routing(specs, [expert.fqn for expert in experts])
     apply_specs(model, specs, compile=job.compile is not None)
+    check_met(model, specs, labels=not is_stage)
     if not specs and not kv_sharing.needs_cache(model):
         # As with checkpointing: a cache of keys and values takes memory that no plan has, and training never reads it.
         kv_sharing.call_without_cache(model, [layer.module for layer in find_layers(model, names)])

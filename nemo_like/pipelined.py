@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.log import is_rank_zero, logger
 from nemo_like.activation_checkpointing import kv_sharing
+from nemo_like.activation_checkpointing.names import check_lists
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.documents import packed_calls
 from nemo_like.distributed.pipeline import Pipeline
@@ -26,7 +27,7 @@ from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
 from nemo_like.job import Job
-from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
+from nemo_like.options import CheckpointConfig, MemoryBudget, NamedLists, PipelineParallel
 from nemo_like.profiling.larger_batch import size_watch
 from nemo_like.resolve import check_axes, layers_for, place_of
 
@@ -103,8 +104,10 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
             "pp needs sample_input=, one micro-batch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of the tensors that stages send."
         )
-    layers_found, _ = layers_for(model, job)
+    layers_found, chosen = layers_for(model, job)
     _refuse(model, layers_found, job.pp)
+    if isinstance(job.ac, NamedLists):  # a stage has some of the layers
+        check_lists({layer.fqn: layer.module for layer in chosen}, job.ac, None if job.ac.whole else job.compile)
     if isinstance(job.ac, Plan):  # before stages are cut
         job.ac.check_matmuls(job.precision.matmuls)
     check_axes(model, job, mesh, layers_found, sample_input)
@@ -125,7 +128,9 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
 def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
     """Return `job` with its budget as a plan, and with the pipeline's options that a plan decides."""
     pp = job.pp
-    if isinstance(job.ac, MemoryBudget):
+    if isinstance(job.ac, MemoryBudget) or (
+        isinstance(job.ac, NamedLists) and job.ac.whole and job.compile is not None
+    ):
         from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
         job = replace(job, ac=plan_for(model, job, sample_input=sample_input))

@@ -14,6 +14,7 @@ from nemo_like._util.module_tree import bare_modules, bare_name, glob_to_regex, 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
+from nemo_like.activation_checkpointing.names import NamedPolicy, check_lists, regions_of
 from nemo_like.activation_checkpointing.plan import Plan, plan_specs
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, named_ops_policy
 from nemo_like.activation_checkpointing.spec import (
@@ -33,7 +34,7 @@ from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen,
 from nemo_like.layers.groups import group_of
 from nemo_like.losses.model_loss import check_head
 from nemo_like.offload import placed_on_host
-from nemo_like.options import CheckpointConfig, MemoryBudget, did_you_mean, parse_ac
+from nemo_like.options import CheckpointConfig, MemoryBudget, NamedLists, did_you_mean, parse_ac
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.profiling.profile_report import MB
 
@@ -122,7 +123,9 @@ def resolve(
             model; a plan where layers share keys and values or the model is sharded, and a plan cannot be used; a config
             that does not fit the model.
     """
-    if isinstance(job.ac, MemoryBudget):
+    # Graphs in the making have few names; a plan finds the others.
+    planned = MemoryBudget if job.compile is None or sample_input is None else MemoryBudget | NamedLists
+    if isinstance(job.ac, planned) and getattr(job.ac, "whole", True):
         _check_budget(model, job.ac, sample_input)
         from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
@@ -133,7 +136,10 @@ def resolve(
                 f"{plan.recompute_share:.0%} of a forward pass."
             )
         job = replace(job, ac=plan)
-    if isinstance(job.ac, Plan):
+    if isinstance(job.ac, NamedLists):
+        _refuse_plan_through_cache(model, job.ac)
+        specs = named_specs(chosen, job.ac, job.compile, part=hasattr(model, STAGE_MARK))
+    elif isinstance(job.ac, Plan):
         _refuse_plan_through_cache(model, job.ac)
         specs = plan_specs(model, job.ac, pick_device_type())
         _refuse_partial(job.ac, chosen)
@@ -145,7 +151,7 @@ def resolve(
     return job, specs
 
 
-def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: object) -> None:
+def _check_budget(model: nn.Module, budget: MemoryBudget | NamedLists, sample_input: object) -> None:
     _refuse_plan_through_cache(model, budget)
     if sample_input is None:
         raise ValueError(
@@ -191,6 +197,27 @@ def config_specs(
     elif config.mode == "sequential":
         return [spec for stack in _stacks(narrowed) for spec in _segments(stack, config, saved_bytes, how)]
     return [CheckpointSpec((name,), **how) for name in names]
+
+
+def named_specs(
+    layers: Sequence[Layer], asked: NamedLists, compiler: str | None, *, part: bool = False
+) -> list[CheckpointSpec]:
+    """The regions that lists of names mean on the layers in scope, each by the first list that has it.
+
+    `part`: a stage of a model whose lists were checked.
+
+    Raises:
+        ValueError: as `check_lists`.
+    """
+    modules = {layer.fqn: layer.module for layer in layers}
+    specs = list[CheckpointSpec]()
+    for names, each in check_lists(modules, asked, compiler, part=part).items():
+        shared = NamedPolicy(names, compiled=True)  # Dynamo compiles a layer again for each object that it meets
+        for fqn in each:
+            policy = FullPolicy() if not names.names else shared if compiler else NamedPolicy(names)
+            regions = regions_of(names, modules[fqn])
+            specs += [CheckpointSpec((join(fqn, region) if region else fqn,), policy, layer=fqn) for region in regions]
+    return specs
 
 
 def _stacks(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
@@ -250,9 +277,9 @@ def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[s
     return list(names.values())
 
 
-def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | Plan) -> None:
+def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | NamedLists | Plan) -> None:
     if kv_sharing.needs_cache(model):
-        what = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "ac is a plan"
+        what = "ac is a plan" if isinstance(asked, Plan) else f"ac is {asked}"
         raise ValueError(
             f"{what}, but this model's layers share keys and values through the cache, which recomputation would write "
             "twice, so whole layers can't follow a plan. Use ac='submodule'."

@@ -1288,3 +1288,12 @@ def recorded_snapshot() -> Mapping[str, Any] | None:
         return None
     snapshot: Mapping[str, Any] = torch.cuda.memory._snapshot()
     return snapshot if any(snapshot["device_traces"]) else None
+
+
+def module_of_node() -> str:
+    """Return the path of the module whose operator a graph gets now; empty: no graph is being made, or it is not known."""
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return ""
+    stack = list((torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")

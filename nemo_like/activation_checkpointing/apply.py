@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare_modules, check_model, join
+from nemo_like._util.module_tree import bare_modules, check_model, join, registered
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.checkpointed import (
     SELECTIVE_AC_WRAPPER_FLAG,
@@ -17,6 +17,7 @@ from nemo_like.activation_checkpointing.checkpointed import (
     is_checkpointed,
     watch_for_others,
 )
+from nemo_like.activation_checkpointing.names import FirstForward, named_policy, watch_modules
 from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.options import did_you_mean
@@ -71,6 +72,9 @@ def apply_specs(
     for region in regions:
         region.put()
     for spec in specs:
+        if (policy := named_policy(spec.policy)) is not None and policy.learns:
+            layer, member = spec.layer or spec.members[0], spec.members[0]
+            watch_modules(registered(model, layer), policy.decision, member[len(layer) + 1 :])
         if spec.policy is None and isinstance(spec.transfer, Placement):
             spec.transfer.enclose(chosen[spec.members[0]])
     if compile and any(spec.keeps_something for spec in specs):
@@ -80,6 +84,13 @@ def apply_specs(
     if regions:
         watch_for_others(model)
     return chosen
+
+
+def check_met(model: nn.Module, specs: Iterable[CheckpointSpec], *, labels: bool = True) -> None:
+    """Have the first forward of `model` look whether names of its policies were met (`names.FirstForward`)."""
+    policies = [p for spec in specs if (p := named_policy(spec.policy)) is not None and p.learns]
+    if policies:
+        model.register_forward_hook(FirstForward(policies, labels))
 
 
 def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: bool = False) -> None:

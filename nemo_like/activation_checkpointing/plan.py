@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -19,6 +20,7 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.options.names import NamedList, NamedLists
 
 FORMAT = 1
 
@@ -47,6 +49,8 @@ class LayerPlan:
     recompute_seconds: float
     decisions: Mapping[str, Sequence[str]] | None
     """Op name → decision of each invocation; None: the layer is not a region. All attention kernels share one row."""
+    names: Mapping[str, Sequence[str]] | None = None
+    """The list of names that makes these decisions; None: they have another origin."""
 
     def policy(self) -> Policy | None:
         """The engine's policy for this layer; None: no region.
@@ -86,8 +90,6 @@ class Plan:
     """Floating-point operations that backward recomputes."""
     recompute_seconds: float
     """Seconds of these."""
-    gap_seconds: float
-    """Proven bound on how much faster any plan for the same bytes could be (see docs for its limits)."""
     step_seconds: float = 0.0
     """Predicted, by the roofline of the device: one optimizer step on one rank, communication included."""
     peak: Mapping[str, int] = field(default_factory=dict)
@@ -115,6 +117,21 @@ class Plan:
     def recompute_share(self) -> float:
         """Recomputation time as a share of one forward pass of the layers (roofline)."""
         return self.recompute_seconds / self.forward_seconds if self.forward_seconds else 0.0
+
+    @property
+    def lists(self) -> NamedLists | None:
+        """The lists of names that make the plan, as ``ac=`` takes them; None: some layer has another origin."""
+        layers: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.names is None:
+                return None
+            layers.setdefault(json.dumps(layer.names), []).append(layer.fqn)
+        fewest = sorted(layers.items(), key=lambda each: len(each[1]))
+        found = [
+            NamedList(**json.loads(words) | ({"layers": layer_globs(names)} if at < len(fewest) - 1 else {}))
+            for at, (words, names) in enumerate(fewest)
+        ]
+        return NamedLists(tuple(found))
 
     def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.
@@ -238,6 +255,25 @@ class Plan:
         if model is not None:
             plan.check(model)
         return plan
+
+
+def layer_globs(names: Sequence[str]) -> list[str]:
+    """Return globs of exactly these names of layers, with ranges of numbers.
+
+    >>> layer_globs(["h.0", "h.1", "h.5"]), layer_globs(["encoder.block"])
+    (['h.[0-1]', 'h.5'], ['encoder.block'])
+    """
+    spans: list[tuple[str, int, int, str]] = []
+    globs = []
+    for name in names:
+        head, number, tail = re.fullmatch(r"(.*?)(\d*)(\D*)", name).groups()  # type: ignore[union-attr]
+        if not number:
+            globs.append(name)
+        elif spans and (spans[-1][0], spans[-1][2] + 1, spans[-1][3]) == (head, int(number), tail):
+            spans[-1] = (head, spans[-1][1], int(number), tail)
+        else:
+            spans.append((head, int(number), int(number), tail))
+    return globs + [f"{h}{a}{t}" if a == b else f"{h}[{a}-{b}]{t}" for h, a, b, t in spans]
 
 
 def plan_specs(

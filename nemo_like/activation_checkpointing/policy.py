@@ -45,6 +45,12 @@ class PlanMismatchError(RuntimeError):
     """A region did not run the operators that its decision table was made for."""
 
 
+def parts_of(decide: Decide) -> dict[str, Any]:
+    """Return what a decision function has besides being called, for one around it."""
+    every = ("needs_call", "finish", "named", "begin", "learns", "settle", "tell")
+    return {name: getattr(decide, name) for name in every if hasattr(decide, name)}
+
+
 @dataclass(frozen=True)
 class Misfit:
     """Why the decisions of one region call can't all be followed, told at the end of its forward."""
@@ -68,7 +74,7 @@ class Policy(Protocol):
 
         If it has an attribute ``finish``, the engine calls that at the end of the region's forward: it may raise, or
         return a `Misfit`. If it has a true attribute ``needs_call``, the engine calls it with ``(op, index, args, kwargs,
-        output)``.
+        output)``. `nemo_like.activation_checkpointing.names.NamedRun` has the others (`parts_of`).
         """
 
 

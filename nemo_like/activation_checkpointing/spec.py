@@ -16,7 +16,7 @@ from nemo_like._util.module_tree import bare_children, join
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.words import check_fields, setting
 from nemo_like.activation_checkpointing.ops import routing_ops
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy, parts_of
 from nemo_like.activation_checkpointing.transfer import Transfer
 
 KEEP_NOTHING = FullPolicy()
@@ -44,6 +44,8 @@ class CheckpointSpec:
     """The older autograd-function form of checkpointing."""
     preserve_rng_state: bool = True
     """Recompute with the forward's random numbers."""
+    layer: str | None = None
+    """Name of the layer in which a policy's names of modules are paths; None: the member."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -168,6 +170,11 @@ class KeepRouting:
         """As `inner`."""
         return getattr(self.inner, "strict", True)
 
+    @property
+    def learns(self) -> bool:
+        """As `inner`."""
+        return getattr(self.inner, "learns", False)
+
     def tracked_ops(self) -> Collection[Op] | None:
         """Return the operators that `inner` tracks, and those of routing."""
         tracked = self.inner.tracked_ops()
@@ -184,8 +191,7 @@ class _Run:
         tracked = inner.tracked_ops()
         self._asked = None if tracked is None else frozenset(tracked)
         self._routing = routing_ops()
-        self.needs_call = getattr(self._decide, "needs_call", False)
-        self.finish = getattr(self._decide, "finish", None)
+        vars(self).update(parts_of(self._decide))
 
     def __call__(self, op: Op, index: int, *call: object) -> Decision:
         decision = self._decide(op, index, *call) if self._asked is None or op in self._asked else SAVE

@@ -152,7 +152,7 @@ def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespac
 
     ac, path = args.ran_with, args.gpu_file or "measured.json"
     seconds = read_speed(args.calibrate_from).seconds(tokens_of(query.traced.sample), query)
-    choices = query.uniform(ac) if ac in MODES else choose(query, MemoryBudget.parse(ac, "--ran-with"))[0]
+    choices = query.uniform(ac) if ac in MODES else choose(query, MemoryBudget.parse(ac, "--ran-with"))
     factor = fitted_factor(query, choices, seconds)
     words = f"a step of {args.model} took {seconds:.4g} s ({args.calibrate_from}): kernels at {factor:.2f} of the rates"
     write_gpu(args.gpu, factor, words, path)

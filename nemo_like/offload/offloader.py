@@ -26,7 +26,7 @@ from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.checkpointed import is_checkpointed, regions_in
 from nemo_like.activation_checkpointing.engine import is_recomputing
 from nemo_like.activation_checkpointing.legacy import names_in
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy, parts_of
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.mover import ChosenHandle, Handle, HostCopy, Mover, OffloadStats, guard_of, kept
@@ -351,16 +351,22 @@ class HostPolicy:
         self.policy = policy
         self.keeps_nothing = policy.keeps_nothing
         self.tracked_ops = policy.tracked_ops
+        self.learns = getattr(policy, "learns", False)
 
     def start(self) -> Callable[..., Decision]:
         """The other policy's decisions, with HOST for SAVE."""
         decide = self.policy.start()
 
-        def on_host(*call: Any) -> Decision:
-            decision = decide(*call)
-            return HOST if decision is SAVE else decision
+        parts = parts_of(decide)
 
-        vars(on_host).update(needs_call=getattr(decide, "needs_call", False), finish=getattr(decide, "finish", None))
+        def moved(ask: Callable[..., Any]) -> Callable[..., Any]:
+            def on_host(*call: Any) -> Any:
+                return HOST if (decision := ask(*call)) is SAVE else decision
+
+            return on_host
+
+        on_host = moved(decide)
+        vars(on_host).update(parts | ({"named": moved(parts["named"])} if "named" in parts else {}))
         return on_host
 
 

@@ -15,6 +15,7 @@ from nemo_like._util.words import (
 )
 from nemo_like.options.checkpointing import AC_STRATEGIES, CheckpointConfig, MemoryBudget, parse_ac
 from nemo_like.options.memory import AllocatorConfig, PlanSearch
+from nemo_like.options.names import NamedList, NamedLists
 from nemo_like.options.parallel import (
     CONTEXT_METHODS,
     DDP,
@@ -52,6 +53,8 @@ __all__ = [
     "ContextParallel",
     "ExpertParallel",
     "MemoryBudget",
+    "NamedList",
+    "NamedLists",
     "OffloadConfig",
     "PipelineParallel",
     "PlanSearch",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_like._util.words import (
@@ -20,6 +21,7 @@ from nemo_like._util.words import (
     with_unit,
     write_bytes,
 )
+from nemo_like.options.names import NO_NAMES, NamedList, NamedLists, are_lists, read_json
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 
@@ -186,13 +188,19 @@ class MemoryBudget:
     device_share: float | None = None
     """Peak bytes per rank as a share (0 to 1) of the device's memory. The rest is for the CUDA context, communication
     buffers and fragmentation."""
+    fixed: NamedList = NO_NAMES
+    """Names that every plan keeps; the planner decides on the rest."""
 
     def __post_init__(self) -> None:
-        limits = [name for name in field_names(MemoryBudget) if getattr(self, name) is not None]
+        fields = field_names(MemoryBudget)[:-1]
+        limits = [name for name in fields if getattr(self, name) is not None]
         if len(limits) != 1:
             raise ValueError(
-                f"MemoryBudget was given {' and '.join(limits) or 'nothing'}; it needs exactly one of "
-                f"{', '.join(field_names(MemoryBudget))}."
+                f"MemoryBudget was given {' and '.join(limits) or 'nothing'}; it needs exactly one of {', '.join(fields)}."
+            )
+        if self.fixed.layers or self.fixed.recompute is not None:
+            raise ValueError(
+                "ac has a budget with layers or recompute; it takes names to save or offload in all layers."
             )
         value = getattr(self, limits[0])
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -229,12 +237,14 @@ class MemoryBudget:
         return cls(peak_bytes=parse_bytes(text, name))
 
     @property
-    def words(self) -> str | None:
-        """The string that `parse` makes this budget of; None where there is no such string.
+    def words(self) -> str | dict[str, Any] | None:
+        """The value that `parse_ac` makes this budget of; None where there is no such value.
 
         >>> MemoryBudget(peak_bytes=40 << 30).words, MemoryBudget(fraction=0.5).words
         ('40GiB', '50%')
         """
+        if self.fixed != NO_NAMES:
+            return self.fixed.words | {"budget": replace(self, fixed=NO_NAMES).words}
         if self.fraction is not None:
             return f"{self.fraction * 100:g}%"
         if self.device_share is not None:
@@ -243,6 +253,8 @@ class MemoryBudget:
         return exact_bytes(int(size)) if float(size).is_integer() else None
 
     def __str__(self) -> str:
+        if self.fixed != NO_NAMES:
+            return json.dumps(self.words)
         if self.fraction is not None:
             return f"{self.fraction * 100:.4g}%"
         if self.device_share is not None:
@@ -250,12 +262,12 @@ class MemoryBudget:
         return write_bytes(int(self.peak_bytes or 0))
 
 
-def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
-    """Return the meaning of ``ac=``: a `CheckpointConfig`, or a `MemoryBudget` for the planner. Only this reads it.
+def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget | NamedLists:
+    """Return the meaning of ``ac=``: a `CheckpointConfig`, a `MemoryBudget` for the planner, or lists. Only this reads it.
 
     Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"`` and ``"sequential"``.
-    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), either dataclass, or the
-    fields of a `CheckpointConfig` as a mapping.
+    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), either dataclass, the
+    fields of a `CheckpointConfig` as a mapping, or lists of names (`NamedLists`), also as JSON.
 
     Raises:
         ValueError: an unknown word.
@@ -264,8 +276,15 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     >>> parse_ac("Selective").mode
     'selective'
     """
-    if isinstance(ac, CheckpointConfig | MemoryBudget):
+    if isinstance(ac, CheckpointConfig | MemoryBudget | NamedLists):
         return ac
+    if isinstance(ac, str) and ac.lstrip()[:1] in ("{", "["):
+        ac = read_json(ac)
+    if isinstance(ac, Mapping) and ac.get("budget") is not None:
+        (fixed,) = NamedLists.of({name: value for name, value in ac.items() if name != "budget"}).lists
+        return replace(MemoryBudget.parse(ac["budget"]), fixed=fixed)
+    if are_lists(ac):
+        return NamedLists.of(ac)
     if isinstance(ac, Mapping):  # to write one is to ask for checkpointing
         return CheckpointConfig.from_dict({"enabled": True, "profile_before_apply": False, **ac})
     if ac is None or ac is False:
@@ -279,8 +298,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     if not isinstance(ac, str):
         raise TypeError(
             f"ac is {ac!r}, {a_or_an(ac)}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
-            "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
-            "(or its fields as a dict)."
+            "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object, a CheckpointConfig "
+            "(or its fields as a dict) or lists of names, such as {'save': ['attention']}."
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:

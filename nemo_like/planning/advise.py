@@ -9,7 +9,7 @@ from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import changed_flags
 from nemo_like.job import Job
-from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget
+from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget, NamedLists
 from nemo_like.options.optimizers import OPTIMIZERS
 from nemo_like.options.parallel import lighter, moves_state
 from nemo_like.planning.devices import Device, device_of
@@ -29,7 +29,8 @@ class Change:
 def changes(job: Job) -> Iterator[Change]:
     """Yield single changes of `job` that may lower the bytes that a rank needs, and change no result."""
     fsdp, step = job.fsdp, job.step
-    if isinstance(job.ac, CheckpointConfig) and job.ac.mode not in ("full", "submodule", "sequential"):
+    modes = ("full", "submodule", "sequential")
+    if isinstance(job.ac, NamedLists) or (isinstance(job.ac, CheckpointConfig) and job.ac.mode not in modes):
         yield _change(job, job.change(ac="full"))
     if job.loss is None:
         yield _change(job, job.change(loss="chunked"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
-from nemo_like.options import MemoryBudget, parse_ac
+from nemo_like.options import CheckpointConfig, MemoryBudget, NamedLists, parse_ac
 from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.advise import Each, lowering
 from nemo_like.planning.memory_model.storages import Peak
@@ -29,6 +29,8 @@ from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.trace.kinds import ModelTrace
 from nemo_like.precision import effective_matmuls
 
+Ac: TypeAlias = CheckpointConfig | MemoryBudget | NamedLists | Plan
+
 
 def plan_for(
     model: nn.Module, job: Job | None = None, *, sample_input: Any = None, **asked: Unpack[AllKeywords]
@@ -41,7 +43,7 @@ def plan_for(
 
     Args:
         model: an original model: not sharded, compiled or checkpointed. On any device, `meta` included. It is not changed.
-        job: the job, whose ``ac`` is the budget.
+        job: the job, whose ``ac`` is the budget, or lists of names.
         asked: the keywords of `Job.of`, instead of `job`: ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job names
             only some of the layers that would be found, the others are left without checkpointing, and count in the peak.
         sample_input: the input of `model` in one step of one rank (keywords, positions, or one tensor); with ``cp``, whole
@@ -64,15 +66,15 @@ def plan_for(
 
 
 def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, Plan]:
-    """Return the plan for the budget of `job`, and the query as it was planned, with options that were open decided.
+    """Return the plan of `job`, and the query as it was planned, with options that were open decided.
 
     Raises:
         BudgetError: no plan fits.
     """
-    query, budget = query_of(model, sample_input, job), job.ac
-    assert isinstance(budget, MemoryBudget)
-    choices, gap = choose(query, budget)
-    return query, describe(query, choices, str(budget), gap)
+    query = query_of(model, sample_input, job)
+    choices = choices_under(query)
+    assert choices is not None  # `asked_job`
+    return query, describe(query, choices, str(job.ac))
 
 
 def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") -> PlanQuery:
@@ -124,7 +126,6 @@ def describe(
     query: PlanQuery,
     choices: Choices,
     asked: str,
-    gap: float = 0.0,
     *,
     reserved: Iterable[int] | None = None,
 ) -> Plan:
@@ -133,7 +134,6 @@ def describe(
     Args:
         query, choices: the job, and its chosen checkpointing.
         asked: the budget, as the caller wrote it.
-        gap: seconds that better choices could save at most.
         reserved: bytes that the fullest ranks reserve, where they are known already.
     """
     if reserved is None:
@@ -158,7 +158,6 @@ def describe(
         budget=asked,
         layers=tuple(layer for stage in stages for layer in _layers(*stage)),
         step_seconds=step_seconds(query, choices).total,
-        gap_seconds=gap,
         peak=parts_at_peak(query, rank, choices),
         peak_at=rank_peak(query, rank, choices).at + (f", on rank {rank}" if query.is_pipeline else ""),
         step=step | (pipeline if query.is_pipeline else {}),
@@ -195,6 +194,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
             choice.recompute_flops * times,
             (choice.recompute_seconds + waits) * times,
             rows,
+            None if choice.names is None else choice.names.words,
         )
     return list(layers.values())
 
@@ -227,9 +227,9 @@ def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> J
     job_to_plan = Job.of(**asked) if job is None else Job.of(job, **asked)
     if job_to_plan.world_size is None:
         job_to_plan = replace(job_to_plan, world_size=world_size())
-    if not isinstance(job_to_plan.ac, MemoryBudget):
+    if not isinstance(job_to_plan.ac, MemoryBudget | NamedLists):
         raise ValueError(
-            f"ac is {as_code(job_to_plan.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'."
+            f"ac is {as_code(job_to_plan.ac, parse_ac)}; a plan needs a budget ('40GiB', '50%' or 'auto') or lists of names."
         )
     if sample_input is None:
         raise ValueError(
@@ -319,15 +319,22 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
 
 
-def choices_under(query: PlanQuery) -> Choices | None:
-    """Return the choices of each layer call under the ``ac`` of the job of `query`; None: it is not one that is predicted.
+def choices_under(query: PlanQuery, ac: Ac | None = None, asked: str = "") -> Choices | None:
+    """Return the choices of each layer call; None: they are not predicted.
+
+    Args:
+        query: the job.
+        ac: checkpointing; None: that of the job.
+        asked: it as the caller wrote it, for errors.
 
     Raises:
         BudgetError: no plan fits its budget.
+        ValueError: lists of names that do not fit the model.
     """
-    if isinstance(query.job.ac, MemoryBudget):
-        return choose(query, query.job.ac)[0]
-    chosen = [choices_of(stage, query.job) for stage in query.stages]
+    ac = query.job.ac if ac is None else ac
+    if isinstance(ac, MemoryBudget):
+        return choose(query, ac, asked)
+    chosen = [choices_of(stage, ac) for stage in query.stages]
     predicted = [each for each in chosen if each is not None]
     return predicted if len(predicted) == len(chosen) else None
 
@@ -361,16 +368,16 @@ def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
     return query_of(model, sample_input, job, getattr(job.ac, "mode", "full"))
 
 
-def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
-    """Return the choice of each layer call under the job's mode or `Plan`; None: it is not one that is predicted."""
+def choices_of(stage: Stage, ac: Ac) -> list[Choice] | None:
+    """Return the choice of each layer call under a mode, lists of names or a `Plan`; None: it is not predicted."""
     part = stage.part
-    if not isinstance(job.ac, Plan):
-        mode = next((mode for mode in MODES if parse_ac(mode) == job.ac), None)
-        return None if mode is None else part.uniform(mode)
-    plans = {layer.fqn: layer for layer in job.ac.layers}
     names = dict(zip((layer.fqn for layer in part.layers), stage.names))
-    if any("host" in row for plan in plans.values() for row in (plan.decisions or {}).values()):
-        return None
+    if isinstance(ac, NamedLists):
+        return part.by_names(ac, names, skip=stage.skip, whole=stage.slice.is_first and stage.slice.is_last)
+    if not isinstance(ac, Plan):
+        mode = next((mode for mode in MODES if parse_ac(mode) == ac), None)
+        return None if mode is None else part.uniform(mode)
+    plans = {layer.fqn: layer for layer in ac.layers}
     return [_choice(part.problems[call.kind], plans.get(names[call.fqn])) for call in part.traced.calls]
 
 

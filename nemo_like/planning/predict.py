@@ -37,7 +37,7 @@ def predict(
     seq_len: int | Literal["max"] = SEQ_LEN,
     batch_size: int | Literal["max"] = BATCH_SIZE,
     sample_input: Any = None,
-    budgets: Sequence[str] = (),
+    rows: Sequence[str] = (),
     memory: int | str | None = None,
     dtype: torch.dtype | None = None,
     what_if: bool = False,
@@ -56,7 +56,7 @@ def predict(
         seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
-        budgets: further rows of the report, as they are written after ``ac=``.
+        rows: further rows of the report, as they are written after ``ac=``: budgets, and lists of names as JSON.
         memory: bytes that a step may take on each device, or ``"70GiB"``. Default: all but 5 % and the memory outside
             of torch's allocator.
         dtype: dtype of the parameters, where `model` is a name. Default: float32.
@@ -73,7 +73,7 @@ def predict(
     if job is not None and asked:
         raise ValueError(f"job is given, and so is {next(iter(asked))}. Put it into the job: job.change(...).")
     if "ac" in asked:
-        raise TypeError("predict() has no keyword 'ac'. " + EVERY_AC.format("budgets=['40GiB']"))
+        raise TypeError("predict() has no keyword 'ac'. " + EVERY_AC.format("rows=['40GiB']"))
     check_keywords(predict, asked, KEYWORDS)
     stored = dtype_of(model) if isinstance(model, nn.Module) else dtype
     usual = {
@@ -102,7 +102,7 @@ def predict(
     limit = None if memory is None else step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
-        asked_step, query, report = answered(step, search, name, budgets, limit)
+        asked_step, query, report = answered(step, search, name, rows, limit)
         return replace(report, what_if=tuple(changes(asked_step, query, report))) if what_if else report
 
     return same_on_all_ranks(make)
@@ -151,7 +151,7 @@ def answered(
     step: Step,
     search: str,
     name: str,
-    budgets: Sequence[str] = (),
+    rows: Sequence[str] = (),
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
@@ -160,7 +160,7 @@ def answered(
     Args:
         step: the step; its own value of the searched size is where the search begins.
         name: the model's, for the report.
-        budgets, limit: as for `make_report`.
+        rows, limit: as for `make_report`.
         query: of `step`, where it is traced already.
 
     Raises:
@@ -169,7 +169,7 @@ def answered(
     step, answer = _asked(step, search, limit, name)
     if query is None or answer:
         query = step.query()
-    report = make_report(query, budgets, limit, tokens=tokens_of(step.input[0]), about=about(query, step, name))
+    report = make_report(query, rows, limit, tokens=tokens_of(step.input[0]), about=about(query, step, name))
     return step, query, replace(report, answer=answer)
 
 

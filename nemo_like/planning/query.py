@@ -47,7 +47,8 @@ from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
-from nemo_like.options import FSDP2, PipelineParallel, Precision
+from nemo_like.options import FSDP2, NamedList, PipelineParallel, Precision
+from nemo_like.options.names import NO_NAMES
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
 from nemo_like.options.parallel import moves_state
 from nemo_like.planning.devices import Device
@@ -214,13 +215,12 @@ class Stage:
         """Bytes of CPU memory that one layer call may take."""
         return int(self.job.search.host_memory) // len(self.part.traced.calls) if self.job.search.host else 0
 
-    @property
-    def stack(self) -> Stack:
+    def stack(self, fixed: NamedList = NO_NAMES) -> Stack:
         """Stack of layers that may make the same choices (of one kind, and all in scope or none), and their best mixes.
 
-        Ranks of a pipeline each have a plan of their own, of a dozen choices.
+        fixed: names that all choices keep.
         """
-        return self.part.stack(skip=self.skip, host=self.host)
+        return self.part.stack(skip=self.skip, host=self.host, fixed=fixed)
 
     @cached_property
     def casts(self) -> bool:

@@ -1,5 +1,6 @@
 """The answer of a plan: whether it fits, with which checkpointing, how fast, and the effects of changes of the job."""
 
+import json
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -30,15 +31,15 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.distributed.documents import makes_masks, masks_in_blocks
 from nemo_like.job import Job
-from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
+from nemo_like.options import PlanSearch, StepSpec, parse_ac
 from nemo_like.planning.account import Explained, account_of, dtype_of, setting
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.advise import changes
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
-from nemo_like.planning.planner import balanced_peak, describe, query_of
-from nemo_like.planning.predictions.budget_search import choose, plan_within
+from nemo_like.planning.planner import balanced_peak, choices_under, describe, query_of
+from nemo_like.planning.predictions.budget_search import plan_within
 from nemo_like.planning.predictions.rank import peak_of, peaks_of
 from nemo_like.planning.predictions.reserved import (
     Need,
@@ -218,10 +219,10 @@ class PlanReport:
             Fact("fits", row.fits, Column("fits", left=True), yes_no),
             Fact("peak_at", plan.peak_at, Column("peak at", 6, left=True)),
             Fact("peak_parts", dict(plan.peak)),
-            Fact("gap_seconds", plan.gap_seconds),
             Fact("rank_peak_bytes", [peak.total for peak in row.peaks]),
             Fact("rank_reserved_bytes", list(row.reserved)),
             Fact("layers", dict(Counter(layer.label for layer in plan.layers))),
+            Fact("lists", None if row.ac in MODES or plan.lists is None else plan.lists.words),
             *(
                 Fact("", size(peak.total) + more, Column(f"rank {rank}", 7))
                 for rank, (peak, more) in enumerate(zip(ranks, reserved))
@@ -244,12 +245,21 @@ class PlanReport:
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
         lines += [
             table.with_note(self.outside.note(unit, self.limit), width),
+            self._lists(row),
             self.what_if_table().text(width) if self.what_if else "",
             paragraph(accuracy_words(), width),
         ]
         if explain:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
         return "\n\n".join(line for line in lines if line)
+
+    def _lists(self, row: ReportRow) -> str:
+        """Return a plan as lists of names, to paste and to edit; empty: `row` is a mode."""
+        lists = row.plan.lists
+        if row.ac in MODES or lists is None:
+            return ""
+        lines = ",\n ".join(json.dumps(each.words) for each in lists.lists)
+        return f"The same by names, as --ac or ac= takes it:\n[{lines}]"
 
     def _better(self) -> list[str]:
         """Return the single change of the job that is faster than `best` and fits, and its line to paste."""
@@ -331,17 +341,17 @@ _MEANINGS = (
 
 def make_report(
     query: PlanQuery,
-    budgets: Sequence[str] = (),
+    more: Sequence[str] = (),
     limit: int | None = None,
     *,
     tokens: int | None = None,
     about: str = "",
 ) -> PlanReport:
-    """Return the modes, plans for `budgets`, and the fastest plan within `limit`, as one report.
+    """Return the modes, `more`, and the fastest plan within `limit`, as one report.
 
     Args:
         query: the job, on a traced model.
-        budgets: budgets as they are written after ``ac=``; default: `SHARES` of the activations.
+        more: budgets and lists of names as they are written after ``ac=``; default: `SHARES` of the activations.
         limit: bytes that a step may take on each device; default: `default_limit`.
         tokens, about: see `PlanReport`.
     """
@@ -349,11 +359,17 @@ def make_report(
     limit = default_limit(query.job, query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
     unmet = list[str]()
-    for text in dict.fromkeys(budgets or SHARES):
+    for text in dict.fromkeys(more or SHARES):
         try:
-            rows.append(row_of(text, query, choose(query, MemoryBudget.parse(text), text)[0], limit))
+            choices = choices_under(query, parse_ac(text), text)
         except BudgetError as error:
-            unmet += [str(error)] if budgets else []
+            unmet += [str(error)] if more else []
+            continue
+        if choices is None:
+            raise ValueError(
+                f"ac is {text!r}, of which no plan is made. Give a budget, a mode of {MODES}, or lists of names."
+            )
+        rows.append(row_of(text, query, choices, limit))
     fastest = rows[0] if rows[0].fits else _planned_within(query, limit)
     if fastest is not None and fastest.ac not in {row.ac for row in rows}:
         rows.append(fastest)

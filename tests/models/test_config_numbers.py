@@ -81,8 +81,8 @@ def test_code_of_a_models_own_is_named_with_the_way_out(tmp_path: Path, logs: py
     for _ in range(2):
         resolve_model(str(path))
     assert logs.text.count("has auto_map") == 1 and "--model module:function" in logs.text
-    report = predict(str(path), seq_len=32, budgets=["50%"])
+    report = predict(str(path), seq_len=32, rows=["50%"])
     assert "as transformers' LlamaForCausalLM without the code of its auto_map" in report.about
     found = fit(str(path), gpus=1, seq_len=32, gpu="cpu", ac="none", micro_batch=1, loss="model")
     assert "as transformers' LlamaForCausalLM without the code of its auto_map" in found.about()
-    assert "auto_map" not in predict("llama-tiny", seq_len=32, budgets=["50%"]).about
+    assert "auto_map" not in predict("llama-tiny", seq_len=32, rows=["50%"]).about

@@ -42,8 +42,8 @@ class Text(Decoder):
 
 def plan_of(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> Plan:
     """Return the fastest plan within a budget."""
-    choices, gap = choose(query, budget, asked)
-    return describe(query, choices, asked or str(budget), gap)
+    choices = choose(query, budget, asked)
+    return describe(query, choices, asked or str(budget))
 
 
 def part_of(query: PlanQuery) -> TracedPart:

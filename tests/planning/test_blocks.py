@@ -123,7 +123,7 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
     if share is None:
         choices = query.uniform("full")
     else:
-        choices, _ = choose(query, MemoryBudget(fraction=share), f"{share:.0%}")
+        choices = choose(query, MemoryBudget(fraction=share), f"{share:.0%}")
     predicted = peak_of(query, choices)
     calls = query.stages[0].layer_calls(choices[0], accumulate=False)
     trace = part_of(query).problems[0].trace

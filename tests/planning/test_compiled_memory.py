@@ -85,7 +85,7 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     compiler = "aot_eager" if backend == "aot_eager" else "inductor"
     query = _query(_model(), "full" if ac == "25%" else ac, compiler)
     if ac == "25%":
-        choices, _ = choose(query, MemoryBudget.parse(ac))
+        choices = choose(query, MemoryBudget.parse(ac))
     else:
         choices = query.uniform(ac)
     call = query.stages[0].layer_calls(choices[0], False)[1]

@@ -83,7 +83,7 @@ _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 1, "tp": 1, "ac": "none", "loss"
 
 
 def _rows(model: torch.nn.Module) -> list[tuple[int, float]]:
-    return [(row.need.bytes, row.seconds) for row in predict(model, gpu="cpu", gpus=1, seq_len=96, budgets=["60%"]).rows]
+    return [(row.need.bytes, row.seconds) for row in predict(model, gpu="cpu", gpus=1, seq_len=96, rows=["60%"]).rows]
 
 
 def test_a_rotary_model_is_predicted_as_one_with_more_positions(logs: pytest.LogCaptureFixture) -> None:
@@ -178,10 +178,10 @@ def test_a_run_whose_masks_change_trains_as_without_a_plan(name, planned, budget
 
 def test_a_batch_that_the_plan_does_not_fit_is_said_once(logs):
     batches = _batches()
-    model = parallelize(_llama(), strategy="single", ac="70%", sample_input=batches["plain"], device="cpu")
+    model = parallelize(_llama(), strategy="single", ac="30%", sample_input=batches["plain"], device="cpu")
     _steps(model, [batches["plain"]])
     assert not said(logs)
-    _steps(model, [batches["padded"], batches["padded"], batches["plain"]])
+    _steps(model, [batches["packed"], batches["packed"], batches["plain"]])
     (record,) = said(logs)
     assert record.levelno == logging.WARNING
     assert "model.layers." in record.getMessage() and "sample_input" in record.getMessage()
@@ -261,7 +261,7 @@ def test_a_lenient_table_survives_copying_and_pickling():
 
 def test_layers_that_keep_the_same_share_one_policy():
     """Or Dynamo would compile each layer of a model again, up to its limit of recompilations."""
-    plan = plan_for(_llama(), ac="50%", sample_input=_batches()["plain"], gpu="cpu")
+    plan = plan_for(_llama(), ac="30%", sample_input=_batches()["plain"], gpu="cpu")
     policies = [policy for policy in plan.policies().values() if policy is not None]
     assert len(policies) == 3
     assert len({id(policy) for policy in policies}) == len(set(policies)) < 3

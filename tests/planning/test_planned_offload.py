@@ -121,7 +121,7 @@ def _asked(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch
 
 
 def _choices(query: PlanQuery, mode: str) -> list[list[Choice]]:
-    return choose(query, MemoryBudget.parse(mode), mode)[0] if mode.endswith("%") else query.uniform(mode)
+    return choose(query, MemoryBudget.parse(mode), mode) if mode.endswith("%") else query.uniform(mode)
 
 
 def _measured(model: torch.nn.Module, ids: torch.Tensor) -> int:

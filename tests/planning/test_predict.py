@@ -25,7 +25,7 @@ from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_se
 from tests.models.tiny import VOCAB, labelled
 from tests.planning.queries import Text, part_of
 
-ONE: dict[str, Any] = {"gpu": "cpu", "precision": None, "budgets": ["60%"]}
+ONE: dict[str, Any] = {"gpu": "cpu", "precision": None, "rows": ["60%"]}
 SMALL: dict[str, Any] = ONE | {"seq_len": 512}
 
 
@@ -62,10 +62,10 @@ def test_a_report_names_the_fastest_that_fits() -> None:
 
 
 def test_what_if_has_the_fastest_plan_that_then_fits() -> None:
-    report = predict(_model(), gpu="h100-80gb", gpus=4, seq_len=64, budgets=["60%"], what_if=True)
+    report = predict(_model(), gpu="h100-80gb", gpus=4, seq_len=64, rows=["60%"], what_if=True)
     changes = {change.change: change for change in report.what_if}
     assert {"twice the sequence", "half the GPUs", "loss='chunked'", "optimizer='adamw-8bit'"} <= set(changes)
-    half = predict(_model(), gpu="h100-80gb", gpus=2, seq_len=64, budgets=["60%"])
+    half = predict(_model(), gpu="h100-80gb", gpus=2, seq_len=64, rows=["60%"])
     assert half.best is not None
     assert changes["half the GPUs"].row.need == half.best.need
     assert changes["half the GPUs"].tokens_per_second == half.tokens_per_second(half.best)

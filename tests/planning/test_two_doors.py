@@ -71,13 +71,13 @@ def test_the_first_line_has_the_device_and_the_precision(model: nn.Module) -> No
     small: dict[str, Any] = {"gpus": 1, "seq_len": 64}
     on = setting("h100-80gb", Job.of(precision="fp8"), torch.float32)
     assert on == "On h100-80gb in fp8." and setting("cpu", Job.of(), torch.float32) == "On cpu in fp32."
-    assert predict(model, **small, budgets=["50%"]).text().splitlines()[0].endswith(" On h100-80gb in bf16.")
+    assert predict(model, **small, rows=["50%"]).text().splitlines()[0].endswith(" On h100-80gb in bf16.")
     report = fit(model, **small, count=1, ac="none", loss="model", offload="none", compile="none", micro_batch=1)
     assert report.text().splitlines()[0].endswith(" On h100-80gb in bf16.")
 
 
 def test_a_stored_dtype_is_not_a_cast(model: nn.Module) -> None:
-    assert "precision" not in predict(llama().bfloat16(), gpus=1, seq_len=64, budgets=["50%"]).call()
+    assert "precision" not in predict(llama().bfloat16(), gpus=1, seq_len=64, rows=["50%"]).call()
 
 
 @pytest.mark.parametrize("function", [predict, fit])

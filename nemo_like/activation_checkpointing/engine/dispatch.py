@@ -4,16 +4,22 @@ Both look at tracked operators only. Other operators of a region (profiler range
 metadata calls) pass through uncounted, so they may differ between forward and recomputation.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.rng import rng_state, set_rng_state
-from nemo_like._util.tensors import storages, tensors_in, versions
-from nemo_like.activation_checkpointing import ops
+from nemo_like._util.tensors import SEQUENCES, storages, tensors_in, versions
+from nemo_like.activation_checkpointing import names, ops
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     OnHost,
@@ -28,10 +34,11 @@ from nemo_like.activation_checkpointing.engine.handles import (
     private_copy,
 )
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
+from nemo_like.activation_checkpointing.engine.liveness import Liveness
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
-from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Policy
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
-from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
+from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python, local_part
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0  # RANDOM: tracked, and draws random numbers.
 _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
@@ -85,7 +92,9 @@ def kinds_for(policy: Policy) -> Kinds:
         _kinds[key] = Kinds(key)
     for number in [number for number, (reference, _) in _kinds_of.items() if reference() is None]:
         del _kinds_of[number]
-    if getattr(type(policy), "__weakrefoffset__", 0):  # else a class with slots of its own: asked each time
+    if getattr(type(policy), "__weakrefoffset__", 0) and not getattr(
+        policy, "learns", False
+    ):  # else a class with slots of its own: asked each time
         _kinds_of[id(policy)] = weakref.ref(policy), _kinds[key]
     return _kinds[key]
 
@@ -110,6 +119,41 @@ class _Mode(TorchDispatchMode):
             cls.__torch_dispatch__ = left_to_python(cls.__torch_dispatch__)  # type: ignore[method-assign]
 
 
+@dataclass(slots=True, eq=False)
+class _Made:
+    """An output without its first tensor, whose memory is to go unless it gets a name; a view with a name has it again."""
+
+    entry: Kept
+    rest: Any  # The other tensors of the output; None: it is one tensor.
+    shape: tuple[Any, ...]  # Shape, strides and offset of the first tensor, on this rank.
+    version: int
+    whole: tuple[Any, ...] | None  # Of a DTensor, how it is spread.
+
+    @classmethod
+    def of(cls, entry: Kept, out: Any) -> _Made | None:
+        """Note an output; None: it is of no kind that gets names."""
+        first: Any = out[0] if isinstance(out, SEQUENCES) and out else out
+        if type(first) is not Tensor and not isinstance(first, DTensor):
+            return None
+        local = local_part(first)
+        whole = None
+        if isinstance(first, DTensor):
+            whole = first.device_mesh, first.placements, first.shape, first.stride()
+        shape = local.shape, local.stride(), local.storage_offset()
+        return cls(entry, None if first is out else type(out)(out[1:]), shape, local._version, whole)
+
+    def output(self, view: Tensor) -> Any:
+        """Return the output again, of a tensor with its memory; None: that was written since."""
+        local = local_part(view).detach()
+        if local._version != self.version:
+            return None
+        first = local.as_strided(*self.shape)
+        if self.whole is not None:
+            mesh, placements, shape, stride = self.whole
+            first = DTensor.from_local(first, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return first if self.rest is None else type(self.rest)((first, *self.rest))
+
+
 class ForwardMode(_Mode):
     """Calls the policy for each tracked call, and saves the outputs that it chooses."""
 
@@ -130,6 +174,10 @@ class ForwardMode(_Mode):
         self.keeps_rng = keeps_rng
         self.generators: Generators | None = None
         self.inputs: SavedInputs | None = None
+        self.decide_named: Callable[[str, Op | None], Decision | None] | None = getattr(decide, "named", None)
+        self.liveness = Liveness() if getattr(decide, "learns", False) else None
+        # Outputs that may get a name, by the storage of the first tensor.
+        self.made: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = self.passing(id(func))  # most of them are, and this is the cost of checkpointing small layers
@@ -146,8 +194,12 @@ class ForwardMode(_Mode):
             self.before_change(func, args, kwargs)
         out = call(*args, **kwargs)
         if kind in _LET_PASS or self.paused or (kind == COPY and not ops.is_device_to_host_copy(func, args, kwargs)):
+            if self.liveness is not None and kind == MUTABLE and not self.paused:
+                self.liveness.ran(func, None, args, kwargs, out)
             return out
         entry = self.keep(func, out, kind, args, kwargs)
+        if self.decide_named is not None:
+            self.note(func, entry, args, kwargs, out)
         if kind == RANDOM and entry.decision is not RECOMPUTE and ops.draws(func, args, kwargs):
             if entry.decision is SKIP:
                 entry.recompute()
@@ -173,22 +225,62 @@ class ForwardMode(_Mode):
             decision = self.decide(func, index)
         entry = Kept(func, decision, len(self.packs))
         self.kept.append(entry)
-        if decision is SAVE:
-            entry.value = out
-            # gloo writes a collective's output, and counts that, when it is waited for: see `cut_kept`.
-            entry.version = None if ops.facts(func).collective else versions(out)
-        elif decision is HOST:
-            entry.value = map_output(lambda t: OnHost(self.transfer.to_host(t)), out)
-            entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
-        elif decision is SKIP:
+        if decision is SKIP:
             entry.value = map_output(placeholder, out)
             if not tensors_in(out):
                 raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
+        elif decision is not RECOMPUTE:
+            self.hold(entry, out)
         return entry
+
+    def hold(self, entry: Kept, out: Any) -> None:
+        """Keep `out`, the output of the call of `entry`, where its decision has it."""
+        if entry.decision is SAVE:
+            entry.value = out
+            # gloo writes a collective's output, and counts that, when it is waited for: see `cut_kept`.
+            entry.version = None if ops.facts(entry.op).collective else versions(out)
+        else:
+            entry.value = map_output(lambda t: OnHost(self.transfer.to_host(t)), out)
+            entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
+
+    def note(self, func: Op, entry: Kept, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an output, which may get a name after this, and the operands that have one."""
+        if self.liveness is not None:
+            self.liveness.ran(func, entry, args, kwargs, out)
+        # A call that draws is made again, in order: whether later ones drew is not known when its output gets a name.
+        if entry.decision in (RECOMPUTE, SKIP) and not ops.draws(func, args, kwargs) and (made := _Made.of(entry, out)):
+            self.made[local_part(tensors_in(out)[0]).untyped_storage()] = made
+        for tensor, label in names.operands_of(func, self.counts[id(func)] - 1, args):
+            self.named(tensor, label)
+
+    def named(self, tensor: Tensor, label: str) -> None:
+        """`tensor` has a name: if the policy keeps that, keep the output of the call that made it."""
+        if self.paused or self.decide_named is None or not isinstance(tensor, Tensor):
+            return
+        made = self.made.get(local_part(tensor).untyped_storage())
+        decision = self.decide_named(label, None if made is None else made.entry.op)
+        if decision is None or made is None or made.entry.decision not in (RECOMPUTE, SKIP):
+            return
+        self.paused = True  # A copy to the host is no operator of the forward.
+        if (out := made.output(tensor)) is not None:
+            made.entry.decision, made.entry.label = decision, label
+            self.hold(made.entry, out)
+        self.paused = False
+
+    def __enter__(self) -> Any:
+        self._hearing = names.heard_by(self if self.decide_named is not None else None)
+        self._hearing.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hearing.__exit__(*error)
 
     def finish(self) -> None:
         """Call at the end of forward: where it did not fit the decisions, recompute the outputs that were to be
         skipped, and those of the operators that did not fit."""
+        if self.liveness is not None:
+            self.decide.settle(*self.liveness.left_out(len(self.packs)))
         finish = getattr(self.decide, "finish", None)
         misfit = None if finish is None else finish()
         if misfit is not None:

@@ -85,6 +85,7 @@ class Kept:
     version: Any = None
     rng_after: Any = None  # The random-number state after a call that drew and is saved.
     private: bool = False  # The value is a copy of our own: the original was about to be changed in place.
+    label: str = ""  # The name for which the output is kept (`names`).
 
     def to_hand_out(self) -> Any:
         """The saved output, cut from the graph, for a recomputation whose own graph it becomes a part of."""

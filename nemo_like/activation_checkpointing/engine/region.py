@@ -117,12 +117,15 @@ class Region:
             self.kinds = kinds_for(policy)
             self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, name, preserve_rng_state)
             self.kept = self.forward_mode.kept
+        self.liveness = None if self.forward_mode is None else self.forward_mode.liveness
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     @torch_compat.left_to_python
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inputs = SavedInputs(args, kwargs)
+        if (begin := getattr(getattr(self.forward_mode, "decide", None), "begin", None)) is not None:
+            begin(args, kwargs)
         self.surroundings = Surroundings(self.owner, self.preserve_rng_state)
         try:
             with (
@@ -145,7 +148,9 @@ class Region:
         self.watch_versions = not (self.surroundings.forward_done() or self.inputs.changed or self.keeps_on_host())
         if self.kept:
             self.drop_unreachable()
-        self.forward_mode = None
+            if (tell := getattr(getattr(self.forward_mode, "decide", None), "tell", None)) is not None:
+                tell(entry.label for entry in self.kept)
+        self.forward_mode = self.liveness = None
         self.complete = True
         return out
 
@@ -154,6 +159,8 @@ class Region:
         handle = _Handle()
         handle.value, handle.shape, handle.dtype, handle.version = None, tensor.shape, tensor.dtype, tensor._version
         self.handles.append(ref(handle))
+        if self.liveness is not None:
+            self.liveness.packed(tensor)
         if self.verification is not None:
             self.verification.saved(tensor)
         return handle
@@ -183,7 +190,7 @@ class Region:
         """Forget everything that is saved."""
         self.consumed = self.consumed or bool(self.kept)
         self.kept = []
-        self.forward_mode = None
+        self.forward_mode = self.liveness = None
         for reference in self.handles:
             handle = reference()
             if handle is not None:

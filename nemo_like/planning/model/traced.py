@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
@@ -20,6 +20,7 @@ from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
+from nemo_like.activation_checkpointing.names import check_lists
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
@@ -31,7 +32,8 @@ from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
-from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
+from nemo_like.options import ChunkedLoss, ExpertParallel, NamedList, NamedLists, StepSpec
+from nemo_like.options.names import NO_NAMES
 from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
@@ -209,10 +211,10 @@ class TracedPart:
         return BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
 
     @_remembered
-    def stack(self, *, skip: bool, host: int) -> Stack:
-        """Return all layers as one choice, with the best choices of each kind; of a stage with a dozen of them.
+    def stack(self, *, skip: bool, host: int, fixed: NamedList = NO_NAMES) -> Stack:
+        """Return all layers as one choice, with the best choices of each kind.
 
-        skip, host: as for `BlockProblem.frontier`.
+        skip, host, fixed: as for `BlockProblem.frontier`.
         """
         calls: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
@@ -221,10 +223,9 @@ class TracedPart:
         groups = []
         for (kind, chosen), group in calls.items():
             problem = self.problems[kind]
-            choices = problem.frontier(skip=skip, host=host) if chosen else (problem.none(),)
+            choices = problem.frontier(skip=skip, host=host, fixed=fixed) if chosen else (problem.none(),)
             groups.append(ChoiceGroup(kind, choices, tuple(map(tuple, group.values()))))
-        stack = Stack(tuple(groups))
-        return stack.coarse() if self.is_stage else stack
+        return Stack(tuple(groups))
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
@@ -234,6 +235,30 @@ class TracedPart:
         elif mode == "selective":
             per_kind = [decided(problem, SelectivePolicy(), "selective") for problem in self.problems]
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
+
+    def by_names(self, asked: NamedLists, names: Mapping[str, str], *, skip: bool, whole: bool = True) -> list[Choice]:
+        """Return the choice of each layer call under lists of names.
+
+        Args:
+            asked: the lists.
+            names: names of the layers in the whole model, by those in this part.
+            skip: as for `BlockProblem.by_names`.
+            whole: this part is the whole model; of a stage nothing is checked.
+
+        Raises:
+            ValueError: as `check_lists`.
+        """
+        layers = {names[layer.fqn]: layer.inner for layer in self.layers if layer.fqn in self.chosen}
+        lists = {fqn: each for each, of_list in check_lists(layers, asked, part=not whole).items() for fqn in of_list}
+        made = dict[tuple[int, NamedList | None], Choice]()
+        choices = []
+        for call in self.traced.calls:
+            key = call.kind, lists.get(names[call.fqn])
+            if key not in made:
+                problem = self.problems[call.kind]
+                made[key] = problem.none() if key[1] is None else problem.by_names(key[1], skip=skip)
+            choices.append(made[key])
+        return self.proved_all(choices)
 
     def policy(self, kind: int, choice: Choice) -> Policy | None:
         """Return the policy that carries out `choice`, with the operators as they were traced; None: no region."""
@@ -260,8 +285,8 @@ class TracedPart:
                 f"{self.problems[kind].trace.name}: a plan that skips operators does not run on this block "
                 f"({str(error).splitlines()[0]}); it recomputes them instead."
             )
-            words = ["save" if word == "save" else "recompute" for word in choice.decisions]
-            return self.problems[kind].choice(words, choice.label)
+            words = ["recompute" if word == "skip" else word for word in choice.decisions]
+            return self.problems[kind].choice(words, choice.label, choice.names)
 
     def saved(self, choices: Sequence[Choice]) -> int:
         """Return the bytes that all layers save till the end of forward, with those they share."""

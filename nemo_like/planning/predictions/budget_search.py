@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
@@ -18,8 +19,8 @@ from nemo_like.planning.selection.layer import Choice, Stack
 Mixed = tuple[Stack, solver.Mix]  # Choices of the layers of one stage, and the mix of them that is taken.
 
 
-def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[list[list[Choice]], float]:
-    """Return the fastest choices within `budget`, and the seconds that better ones could save at most.
+def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> list[list[Choice]]:
+    """Return the fastest choices within `budget`.
 
     Args:
         query: the job.
@@ -31,17 +32,21 @@ def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[lis
     """
     asked = asked or str(budget)
     taken: dict[int, Mixed] = {}
+    stacks = {stage.slice.index: stage.stack(budget.fixed) for stage in query.stages}
     if budget.fraction is not None:
-        taken = {stage.slice.index: _within_share(query, stage, budget.fraction, asked) for stage in query.stages}
+        taken = {
+            stage.slice.index: _within_share(query, stage, stacks[stage.slice.index], budget.fraction, asked)
+            for stage in query.stages
+        }
     else:
         share = budget.device_share or 0.0
         memory = query.device.memory_bytes
         room = max(0, memory - outside_of(query.job, query.device).total)
         limit = min(int(memory * share), room) if budget.peak_bytes is None else budget.peak_bytes
         for rank in range(query.pp.size):
-            taken |= _within_peak(query, rank, limit, asked)
+            taken |= _within_peak(query, rank, stacks, limit, asked)
     mixed = [taken[index] for index in range(len(query.stages))]
-    return [_choices(stage, *each) for stage, each in zip(query.stages, mixed)], sum(s.gap(mix) for s, mix in mixed)
+    return [_choices(stage, *each) for stage, each in zip(query.stages, mixed)]
 
 
 def _choices(stage: Stage, stack: Stack, mix: solver.Mix) -> list[Choice]:
@@ -49,28 +54,17 @@ def _choices(stage: Stage, stack: Stack, mix: solver.Mix) -> list[Choice]:
     return stage.part.proved_all(stack.assignment(mix))
 
 
-def _finer(stack: Stack, at: int) -> tuple[Stack, list[solver.Mix]]:
-    """Mixes between number `at` and the next one, and the stack that they are of."""
-    mix = stack.mixes[at]
-    finer = stack.finer(mix)
-    return finer, [m for m in finer.mixes if m.bytes < stack.mixes[at + 1].bytes and m.cost < mix.cost]
-
-
-def _within_share(query: PlanQuery, stage: Stage, fraction: float, asked: str) -> Mixed:
-    stack, shared = stage.stack, stage.part.traced.shared_bytes
+def _within_share(query: PlanQuery, stage: Stage, stack: Stack, fraction: float, asked: str) -> Mixed:
+    shared = stage.part.traced.shared_bytes
     none = stage.part.saved(stage.part.uniform("none"))
     limit = int(fraction * none) - shared
     best = bisect_right(stack.mixes, limit, key=lambda mix: mix.bytes) - 1
     if best < 0:
         raise _too_small_share(query, asked, limit + shared, stack.mixes[0].bytes + shared, none)
-    if best + 1 < len(stack.mixes):
-        finer, between = _finer(stack, best)
-        if (last := bisect_right(between, limit, key=lambda mix: mix.bytes) - 1) >= 0:
-            return finer, between[last]
     return stack, stack.mixes[best]
 
 
-def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[int, Mixed]:
+def _within_peak(query: PlanQuery, rank: int, stacks: Mapping[int, Stack], limit: int, asked: str) -> dict[int, Mixed]:
     """Return the fastest mixes of the stages of one rank, by stage.
 
     From those that save least, step by step to the next mix of the stage where a byte saves most time; a byte of a stage
@@ -80,14 +74,14 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
     stages = {index: query.stages[index] for index in indices}
     flights = {index: max(1, query.most_in_flight(index)) for index in indices}
     steps = []
-    for index, stage in stages.items():
-        for number, (low, high) in enumerate(zip(stage.stack.mixes, stage.stack.mixes[1:])):
+    for index in indices:
+        for number, (low, high) in enumerate(pairwise(stacks[index].mixes)):
             gain = (low.cost - high.cost) / max(1, (high.bytes - low.bytes) * flights[index])
             steps.append((-gain, number, index))
     path = [dict.fromkeys(indices, 0)]
     for _, _, index in sorted(steps):  # of one stage, in their order: a byte of a later mix saves less
         path.append({**path[-1], index: path[-1][index] + 1})
-    rows = [{index: (stages[index].stack, stages[index].stack.mixes[at]) for index, at in row.items()} for row in path]
+    rows = [{index: (stacks[index], stacks[index].mixes[at]) for index, at in row.items()} for row in path]
 
     def saved(row: Mapping[int, Mixed]) -> int:
         return sum(mix.bytes * flights[index] for index, (_, mix) in row.items())
@@ -108,18 +102,8 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
         query.near[rank] = before or query.near[rank]
         best = last_of(rows[:-1])
     if best < 0:
-        raise _too_small(query, rank, limit, asked)
-    taken = rows[best]
-    # Take part of the next step on the path, which takes too much; and then of the other stages, as far as they go.
-    ahead = [index for index in indices if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
-    for index in [] if query.is_pipeline else [*ahead, *(other for other in indices if other not in ahead)]:
-        if path[best][index] + 1 >= len(stages[index].stack.mixes):
-            continue
-        finer, between = _finer(stages[index].stack, path[best][index])
-        tried = [{**taken, index: (finer, mix)} for mix in between]
-        last = last_of(tried)
-        taken = tried[last] if last >= 0 else taken
-    return taken
+        raise _too_small(query, rank, stacks, limit, asked)
+    return rows[best]
 
 
 def _too_small_share(query: PlanQuery, asked: str, limit: int, least: int, none: int) -> BudgetError:
@@ -132,8 +116,8 @@ def _too_small_share(query: PlanQuery, asked: str, limit: int, least: int, none:
     )
 
 
-def _too_small(query: PlanQuery, rank: int, limit: int, asked: str) -> BudgetError:
-    least = [_choices(stage, stage.stack, stage.stack.mixes[0]) for stage in query.stages]
+def _too_small(query: PlanQuery, rank: int, stacks: Mapping[int, Stack], limit: int, asked: str) -> BudgetError:
+    least = [_choices(stage, stack, stack.mixes[0]) for stage, stack in zip(query.stages, stacks.values())]
     peak = rank_peak(query, rank, least)
     tried = []
     for change in changes(query.job):
@@ -202,7 +186,7 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
             words = (f"{budget}B",)
         for word in words:
             try:
-                choices, _ = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))
+                choices = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))
                 break
             except BudgetError:
                 continue

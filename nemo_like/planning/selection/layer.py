@@ -7,22 +7,25 @@ needs a gradient.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.table import grouped
+from nemo_like.activation_checkpointing.names import NamedPolicy
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
-from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.policy import HOST, SAVE, Policy
+from nemo_like.options.names import NO_NAMES, NamedList
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import exposed_seconds, is_sequence_op, kernel_kind, kernel_seconds, op_seconds
 from nemo_like.planning.selection import solver
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
-_MOST = 4096  # Choices of one block that are looked at together.
+STATISTICS = "statistics"  # The name of small tensors, which all plans keep.
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Choice:
     recompute_seconds: float  # Replay, and transfers that computing does not hide.
     # For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`.
     decisions: tuple[str, ...] = ()
+    names: NamedList | None = field(
+        default=None, compare=False
+    )  # The list that it follows; None: it has another origin.
 
     @property
     def is_full(self) -> bool:
@@ -104,22 +110,50 @@ class BlockProblem:
 
     def none(self) -> Choice:
         """Return the choice without a region: autograd saves its tensors, and nothing is recomputed."""
-        return Choice("none", self.trace.none_bytes, 0, 0, 0.0)
+        return Choice("none", self.trace.none_bytes, 0, 0, 0.0, names=NamedList(recompute=()))
 
-    def choice(self, words: Sequence[str], label: str = "plan") -> Choice:
-        """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
+    def choice(self, words: Sequence[str], label: str = "plan", names: NamedList | None = None) -> Choice:
+        """Return the choice that does this with each operator: ``save``, ``skip``, ``recompute`` or ``host``.
+
+        Of copies to the host and back, only the part that computing does not hide costs time (`exposed_seconds`).
+        """
         reachable = self.reachable
         # Behind the early stop nothing runs, so there is nothing to decide.
         words = tuple(word if k < reachable else "recompute" for k, word in enumerate(words))
         run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
-        held_bytes = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
+        held, moved = (
+            sum(self.records[k].bytes for k, word in enumerate(words) if word == place) for place in ("save", "host")
+        )
+        exposed = exposed_seconds(moved, self.forward_seconds, self.device) if moved else 0.0
         return Choice(
             label,
-            self.trace.input_bytes + held_bytes,
-            0,
+            self.trace.input_bytes + held,
+            moved,
             sum(self.records[k].flops for k in run),
-            sum(self.seconds[k] for k in run),
+            sum(self.seconds[k] for k in run) + exposed,
             words,
+            names,
+        )
+
+    def by_names(self, names: NamedList, *, skip: bool = True) -> Choice:
+        """Return the choice that a list of names makes; `skip`: recomputation leaves out the ops that nothing reads."""
+        if not self.trace.saves_something or names.recompute == ():
+            return self.none()
+        if not names.names:
+            return self.full()
+        policy, ops = NamedPolicy(names), self.ops()
+        decisions = [policy.of_op(record.op, record.names) for record in self.records]
+        held = [
+            op.forced == "save" or (op.forced is None and op.keepable and decision in (SAVE, HOST))
+            for op, decision in zip(ops, decisions)
+        ]
+        left_out = solver.closure_replay(ops, sum(1 << k for k, each in enumerate(held) if each))[1] if skip else 0
+        return self.choice(
+            [
+                ("host" if decision is HOST else "save") if each else "skip" if left_out >> k & 1 else "recompute"
+                for k, (each, decision) in enumerate(zip(held, decisions))
+            ],
+            names=names,
         )
 
     def full(self) -> Choice:
@@ -127,7 +161,8 @@ class BlockProblem:
         (`KeepRouting`). Nothing holds less: a plan must keep more, such as a number that was read from the device."""
         if not self.trace.saves_something:
             return self.none()
-        return self.choice(["save" if record.op in self._routing else "recompute" for record in self.records], "full")
+        words = ["save" if record.op in self._routing else "recompute" for record in self.records]
+        return self.choice(words, "full", NamedList())
 
     @cached_property
     def _routing(self) -> frozenset[Op]:
@@ -135,38 +170,47 @@ class BlockProblem:
         exchanges = any(record.op in exchange_routing_ops() for record in self.records)
         return routing_ops() if exchanges else frozenset()
 
-    def frontier(self, *, skip: bool = True, host: int = 0) -> tuple[Choice, ...]:
+    @cached_property
+    def titles(self) -> dict[int, str]:
+        """The first name that each of the ops has to itself, by their numbers; those without one are not kept by a plan."""
+        reached = self.records[: self.reachable]
+        counts = Counter(name for record in reached for name in record.names)
+        singles = ((k, next((name for name in r.names if counts[name] == 1), None)) for k, r in enumerate(reached))
+        return {k: name for k, name in singles if name is not None}
+
+    def frontier(self, *, skip: bool = True, host: int = 0, fixed: NamedList = NO_NAMES) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
-        "none" is among them unless a region does better for fewer bytes; the first is "full".
+        "none" is among them unless a region does better for fewer bytes; the first is "full". All others are lists of names
+        (`by_names`), with "statistics" in each.
 
         Args:
             skip: let recomputation leave ops out.
             host: also offer to keep outputs in CPU memory, over the device's link: up to so many bytes.
+            fixed: names that every choice keeps.
         """
-        points = solver.closure_every(self.ops() if skip else solver.without_skips(self.ops()))
-        choices = [self.choice(point.decisions(len(self.records))) for point in solver.spread(points, _MOST)]
-        moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
-        every = [self.full(), *choices, *moved, self.none()]
+        always, titles = NamedPolicy(replace(fixed, save=(*fixed.save, STATISTICS))), self.titles
+        ops = [
+            replace(op, forced="save" if op.forced is None and op.keepable else op.forced)
+            if always.of_op(record.op, record.names) in (SAVE, HOST)
+            else replace(op, keepable=op.keepable and k in titles)
+            for k, (op, record) in enumerate(zip(self.ops(), self.records))
+        ]
+        points = solver.closure_every(ops if skip else solver.without_skips(ops))
+        lists = [
+            [titles[k] for k in range(len(ops)) if point.keep >> k & 1 and ops[k].forced is None]
+            for point in solver.thin_points(points)
+        ]
+        choices = [self.by_names(replace(fixed, save=(*fixed.save, *names, STATISTICS)), skip=skip) for names in lists]
+        moved = [
+            self.by_names(replace(fixed, save=(*fixed.save, STATISTICS), offload=(*fixed.offload, *names)), skip=skip)
+            for names in (lists if host else ())
+            if names
+        ]
+        every = [*choices, *(choice for choice in moved if choice.host_bytes <= host), self.none()]
+        every += [] if fixed.names else [self.full()]
         ascending = sorted(every, key=attrgetter("held_bytes", "recompute_seconds", "host_bytes"))
         return tuple(solver.non_dominated(ascending, attrgetter("recompute_seconds")))
-
-    def on_host(self, choice: Choice) -> Choice:
-        """Return `choice` with the tensors it saves inside moved to CPU memory and back.
-
-        Only the part of the copies that computing does not hide costs time, see `exposed_seconds`.
-        """
-        moved = choice.held_bytes - self.trace.input_bytes
-        exposed = exposed_seconds(moved, self.forward_seconds, self.device)
-        words = tuple("host" if word == "save" else word for word in choice.decisions)
-        return Choice(
-            choice.label,
-            self.trace.input_bytes,
-            moved,
-            choice.recompute_flops,
-            choice.recompute_seconds + exposed,
-            words,
-        )
 
     def rows(self, choice: Choice, *, one_attention: bool = False) -> dict[str, list[str]]:
         """A region's choice as a decision table in JSON values: op name → decision of each invocation.
@@ -183,10 +227,6 @@ class BlockProblem:
             elif any(word != "recompute" for word in row) and facts(op).tracked:
                 rows[str(op)] = row
         return rows
-
-
-_FEW = 12  # Choices of a layer of a pipeline.
-_AROUND = 100  # Choices on either side of those that a mix uses that are looked at again.
 
 
 @dataclass(frozen=True)
@@ -220,12 +260,7 @@ class Stack:
     @cached_property
     def mixes(self) -> tuple[solver.Mix, ...]:
         """Best mixes of choices over all layers, ascending in held bytes, descending in replay time."""
-        return solver.combine([group.numbers for group in self.groups])
-
-    def gap(self, mix: solver.Mix) -> float:
-        """Proven bound on the seconds that a better mix of the same bytes could save; 0: none could."""
-        bound = solver.combine_bound([group.numbers for group in self.groups], mix.bytes)
-        return max(0.0, mix.cost - bound) if bound is not None else 0.0
+        return solver.path([group.numbers for group in self.groups])
 
     def assignment(self, mix: solver.Mix) -> list[Choice]:
         """Return a choice for each call. Within a kind, layers that save more come later: backward frees them first."""
@@ -235,21 +270,6 @@ class Stack:
             for index, calls in enumerate(group.calls):
                 chosen |= dict.fromkeys(calls, ordered[0] if group.looped else ordered[index])
         return [chosen[position] for position in range(len(chosen))]
-
-    def coarse(self) -> Stack:
-        """The same stack with a dozen choices of each group, at even steps of saved bytes: fewer are run to be proved."""
-        held = attrgetter("held_bytes")
-        few = [tuple(solver.spread(group.choices, _FEW, held)) for group in self.groups]
-        return Stack(tuple(replace(group, choices=choices) for group, choices in zip(self.groups, few)))
-
-    def finer(self, mix: solver.Mix) -> Stack:
-        """The same stack with only the choices around those that `mix` uses: of many choices, `mixes` looks at some."""
-        groups = []
-        for group, counts in zip(self.groups, mix.counts):
-            used = [index for index, count in enumerate(counts) if count]
-            near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
-            groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
-        return Stack(tuple(groups))
 
 
 def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:

@@ -7,23 +7,17 @@ There are three problems, smallest first:
   is solved exactly by a sweep over non-dominated (bytes, cost) states.
 * **The same without skips** (`without_skips`): every op that is not saved is recomputed, up to the early stop. The cost of
   an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.
-* **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes.
-  This is a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
+* **Many layers** (`path`): one point per layer from the frontier of its kind, at least total cost for total bytes. This is a
+  multiple-choice knapsack; of each kind, the layers have two points at most.
 
 All results are deterministic: ties go to fewer bytes, then to the smaller bit mask.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import add, attrgetter, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
-
-try:  # of transformers; without it, merges of many mixes take some ten times as long
-    import numpy as np
-except ImportError:  # pragma: no cover
-    np = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -87,114 +81,81 @@ def thin(states: list[State], limit: int) -> list[State]:
     return sorted({states[0], *buckets.values()})
 
 
-def _few(states: list[State], limit: int) -> list[State]:
-    return thin(states, limit) if len(states) > limit else states
-
-
-def spread(points: Sequence[Each], limit: int, bytes_of: Callable[[Each], int] = attrgetter("bytes")) -> list[Each]:
-    """Return at most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
-    if len(points) <= limit:
-        return list(points)
-    sizes = list(map(bytes_of, points))
-    low, high = sizes[0], sizes[-1]
-    steps = (low + (high - low) * step // (limit - 1) for step in range(limit))
-    return [points[index] for index in sorted({bisect_right(sizes, step) - 1 for step in steps})]
-
-
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
     """Return the points that no other beats in both bytes and cost, ascending in bytes."""
     return tuple(non_dominated(sorted(points, key=attrgetter("bytes", "cost", "keep")), attrgetter("cost")))
 
 
-def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400) -> tuple[Mix, ...]:
-    """Return the frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
+def path(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]]) -> tuple[Mix, ...]:
+    """Return mixes of a whole stack of layers, ascending in bytes and descending in cost, with two points of a kind at most.
+
+    Of one kind, the best of all pairs of points are among them. Of several, each step gives one kind its next such pair,
+    where a byte saves most: the greedy order of the linear relaxation (Sinha and Zoltners, "The multiple-choice knapsack
+    problem", 1979).
 
     Args:
         kinds: for each kind of layer, the (bytes, cost) of its points, and how many layers of it there are.
-        max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
-            its result fits. Past that, the cheapest of each of `max_states` equal steps of bytes is carried on;
-            `combine_bound` bounds the loss by that.
     """
-    total: list[State] = [(0, 0.0, ())]
-    for points, count in kinds:
-        single = [(b, c, tuple(int(i == j) for j in range(len(points)))) for i, (b, c) in enumerate(points)]
-        summed = _times(_best(single, max_states), count, len(points), max_states)
-        total = _best(
-            ((b + bb, c + cc, chosen + (counts,)) for b, c, chosen in total for bb, cc, counts in summed), max_states
-        )
-    return tuple(Mix(b, c, counts) for b, c, counts in total)
+    pairs = [_pairs(points, count) for points, count in kinds]
+    if len(pairs) == 1:
+        return tuple(Mix(size, cost, (counts,)) for size, cost, counts in pairs[0])
+    hulls = [[s for s in states if (s[0], s[1]) in ends] for states, ends in zip(pairs, map(set, map(hull, pairs)))]
+    steps = sorted(
+        ((b[1] - a[1]) / (b[0] - a[0]), kind, at + 1)
+        for kind, states in enumerate(hulls)
+        for at, (a, b) in enumerate(pairwise(states))
+    )
+    now = [states[0] for states in hulls]
+    mixes = []
+    for _, kind, at in ((0.0, 0, 0), *steps):
+        now[kind] = hulls[kind][at]
+        mixes.append(Mix(sum(s[0] for s in now), sum(s[1] for s in now), tuple(s[2] for s in now)))
+    return tuple(mixes)
 
 
-def _times(single: list[State], count: int, width: int, limit: int) -> list[State]:
-    """Return the states of `count` layers of one kind, by doubling."""
-    result: list[State] = [(0, 0.0, (0,) * width)]
-    power = single
-    while count:
-        if count & 1:
-            result = _summed(result, power, limit)
-        count >>= 1
-        if count:
-            power = _summed(power, power, limit, symmetric=True)
-    return result
+_MOST = 32  # Points of a kind of layer whose pairs are looked at.
 
 
-_FEW_PAIRS = 1 << 10  # Number of sums below which plain Python is as quick as numpy.
+def thin_points(points: Sequence[Point]) -> list[Point]:
+    """Return at most `_MOST` points of a frontier: those on the hull, and the best of equal steps of bytes."""
+    ends = hull([(point.bytes, point.cost) for point in points])
+    states = [(point.bytes, point.cost, point) for point in points]
+    few = states if len(states) <= _MOST else thin(states, _MOST)
+    return [point for size, cost, point in states if (size, cost, point) in few or (size, cost) in ends]
 
 
-def _summed(a: list[State], b: list[State], limit: int, *, symmetric: bool = False) -> list[State]:
-    """Return the best sums of one state of `a` and one of `b`, at most about `limit`.
-
-    By numpy where there are many, which finds the same as plain Python.
-    """
-    states: list[State]
-    if np is None or len(a) * len(b) < _FEW_PAIRS:
-        rows = ((i, j) for i in range(len(a)) for j in range(i if symmetric else 0, len(b)))
-        states = non_dominated(sorted((a[i][0] + b[j][0], a[i][1] + b[j][1], (i, j)) for i, j in rows))
-    else:
-        first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
-        sizes, costs = (
-            np.array([state[n] for state in a], dtype)[first] + np.array([state[n] for state in b], dtype)[second]
-            for n, dtype in enumerate((np.int64, np.float64))
-        )
-        order = np.lexsort((costs, sizes))  # stable, as Python's sort is
-        cheapest = np.minimum.accumulate(costs[order])
-        best = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
-        states = [(int(sizes[k]), float(costs[k]), (int(first[k]), int(second[k]))) for k in best]
-    return [(size, cost, tuple(map(add, a[i][2], b[j][2]))) for size, cost, (i, j) in _few(states, limit)]
+def _pairs(points: Sequence[tuple[int, float]], count: int) -> list[State]:
+    """Return the best ways to give `count` layers two of the points, with the layers of each point."""
+    states = [
+        (low[0] * (count - n) + high[0] * n, low[1] * (count - n) + high[1] * n, (i, j, n))
+        for i, low in enumerate(points)
+        for j, high in enumerate(points)
+        if low <= high
+        for n in range(count + 1)
+    ]
+    best = non_dominated(sorted(states, key=itemgetter(0, 1)))
+    return [
+        (size, cost, tuple((count - n) * (at == i) + n * (at == j) for at in range(len(points))))
+        for size, cost, (i, j, n) in best
+    ]
 
 
-def _best(states: Iterable[State], limit: int) -> list[State]:
-    """Return the non-dominated states, at most about `limit`."""
-    return _few(non_dominated(sorted(states, key=itemgetter(0, 1))), limit)
-
-
-def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budget: int) -> float | None:
-    """Return the least cost of any mix within `budget` bytes, by the linear relaxation; None where nothing fits."""
-    base_bytes, base_cost, steps = 0, 0.0, []
-    for points, count in kinds:
-        hull = _hull(points)
-        base_bytes, base_cost = base_bytes + hull[0][0] * count, base_cost + hull[0][1] * count
-        steps += [((c0 - c1) / (b1 - b0), b1 - b0, count) for (b0, c0), (b1, c1) in pairwise(hull)]
-    if base_bytes > budget:
-        return None
-    remaining, cost = float(budget - base_bytes), base_cost
-    for slope, size, count in sorted(steps, key=lambda s: -s[0]):
-        taken = min(remaining, size * count)
-        cost, remaining = cost - slope * taken, remaining - taken
-    return cost
-
-
-def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    hull: list[tuple[int, float]] = []
-    for b, c in sorted(points):
-        if hull and c >= hull[-1][1]:
+def hull(points: Iterable[tuple[Any, ...]]) -> list[tuple[int, float]]:
+    """Return the lower convex hull of (bytes, cost), ascending in bytes and descending in cost, with points on its edges."""
+    found: list[tuple[int, float]] = []
+    for b, c, *_ in sorted(points, key=itemgetter(0, 1)):
+        if found and c >= found[-1][1]:
             continue
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (b - hull[-2][0]) >= (c - hull[-2][1]) * (
-            hull[-1][0] - hull[-2][0]
-        ):
-            hull.pop()
-        hull.append((b, c))
-    return hull
+        while len(found) > 1 and _above(found[-1], found[-2], (b, c)):
+            found.pop()
+        found.append((b, c))
+    return found
+
+
+def _above(point: tuple[int, float], left: tuple[int, float], right: tuple[int, float]) -> bool:
+    """Return whether a point is above the line between two others, by more than rounding."""
+    on_line = left[1] + (right[1] - left[1]) * (point[0] - left[0]) / (right[0] - left[0])
+    return point[1] > on_line * (1 + 1e-12)
 
 
 # Non-dominated states that a sweep over the ops may hold before it thins them out; below this every answer is exact.

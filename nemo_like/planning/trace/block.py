@@ -15,6 +15,7 @@ from torch import nn
 from nemo_like._util.op_lookup import argument, packet_name
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import ops
+from nemo_like.activation_checkpointing.names import Hidden, heard_by, operands_of, watch_modules, words_of
 from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import FakeRun, FakeTensor
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
@@ -49,6 +50,8 @@ class OpRecord:
     twin: int | None = None
     # Bytes of whole sequences that it gathers besides its kernels, and once more in backward.
     gathered: int = 0
+    # Names of its output (`nemo_like.activation_checkpointing.names`).
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,9 @@ class Recorder(TorchDispatchMode):
     `declare` names the storages that exist before; whatever else appears as an input counts as a constant.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Hidden | None = None) -> None:
         super().__init__()
+        self.hidden = hidden  # Of the block's first input.
         self.ops: list[OpRecord] = []
         self.packs: list[tuple[int, int, weakref.ref[_Packed]]] = []
         self.storages = _Storages()
@@ -163,6 +167,13 @@ class Recorder(TorchDispatchMode):
         packed = _Packed(tensor)
         self.packs.append((len(self.ops), self.storages.key(tensor), weakref.ref(packed)))
         return packed
+
+    def named(self, tensor: torch.Tensor, label: str) -> None:
+        """Note a name of the output of the operator that made `tensor`."""
+        writers = self.storages.writers.get(self.storages.key(tensor), ())
+        maker = next((index for index in writers if self.ops[index].bytes), None)
+        if maker is not None and label not in self.ops[maker].names:
+            self.ops[maker] = replace(self.ops[maker], names=(*self.ops[maker].names, label))
 
     def kept(self) -> set[int]:
         """Return the keys of the storages that autograd keeps now.
@@ -237,8 +248,11 @@ class Recorder(TorchDispatchMode):
                 values=tuple(sorted({w for key in values for w in s.writers.get(key, ())})),
                 twin=None if view or changed else self._twin(func, args, kwargs, index, outputs),
                 gathered=0 if (rule := ops.facts(func).gathered) is None else rule(args),
+                names=words_of(func, nth, args, out, self.hidden),
             )
         )
+        for tensor, label in operands_of(func, nth, args):
+            self.named(tensor, label)
 
     def _twin(self, func: OpOverload, args: tuple, kwargs: dict, index: int, outputs: list) -> int | None:
         """Return the op that was called with the same, if none of it was changed since."""
@@ -288,6 +302,7 @@ def record(
     params: list[torch.Tensor],
     inputs: Mapping[Place, torch.Tensor],
     shared: list[torch.Tensor],
+    module: nn.Module | None = None,
 ) -> BlockTrace:
     """Run `call` once, with or without fake tensors around it, and return its trace.
 
@@ -297,13 +312,20 @@ def record(
         params: its parameters and buffers: never counted.
         inputs: the tensors it is called with that are its own, by their places in the call.
         shared: the tensors it is called with that other blocks are called with too.
+        module: the block, whose modules give their names to tensors; None: none do.
     """
-    recorder = Recorder()
+    recorder = Recorder(Hidden.of(list(inputs.values())))
+    hooks = [] if module is None else watch_modules(module, lambda _: True)
     recorder.declare("param", params)
     recorder.declare("shared", shared)
     recorder.declare("input", list(inputs.values()))
-    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor):
-        out = call()  # autograd keeps its saved tensors as long as this
+    saving = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor)
+    try:
+        with heard_by(recorder), recorder, saving:
+            out = call()  # autograd keeps its saved tensors as long as this
+    finally:
+        for hook in hooks:
+            hook.remove()
     s = recorder.storages
     outputs = {s.key(t) for t in tensors_in(out)}
     origin, packed = s.origin, recorder.kept()
@@ -368,4 +390,5 @@ def trace_block(
         params=list(state.values()),
         inputs={place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids},
         shared=[replaced[id(t)] for t in shared if id(t) in replaced],
+        module=module,
     )

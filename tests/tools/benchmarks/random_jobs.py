@@ -223,7 +223,7 @@ def _plan(drawn: Drawn, job: Job) -> Plan:
         return planned(model, sample, job)[1]
     if isinstance(job.ac, Plan):
         query = _under_plan(model, sample, job)
-        chosen = [choices_of(stage, job) for stage in query.stages]
+        chosen = [choices_of(stage, job.ac) for stage in query.stages]
         return describe(query, [each for each in chosen if each is not None], job.ac.budget)
     query = query_of(model, sample, job, job.ac.mode)
     return describe(query, query.uniform(job.ac.mode), job.ac.mode)

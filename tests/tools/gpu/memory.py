@@ -48,7 +48,7 @@ class Plans:
     def row(self, ac: str, **options: Any) -> ReportRow:
         """Return the plan of one mode or budget."""
         query = self.query(**options)
-        choices = query.uniform(ac) if ac in MODES else choose(query, MemoryBudget.parse(ac), ac)[0]
+        choices = query.uniform(ac) if ac in MODES else choose(query, MemoryBudget.parse(ac), ac)
         return row_of(ac, query, choices, default_limit(query.job, query.device))
 
 

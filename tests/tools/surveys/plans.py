@@ -180,7 +180,7 @@ def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]
             model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu"))
         )
         budget = _budget(query)
-        choices, _ = choose(query, budget, str(budget))
+        choices = choose(query, budget, str(budget))
         plan, predicted = describe(query, choices, str(budget)), peak_of(query, choices)
     except TimeoutError:
         raise
