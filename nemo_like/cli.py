@@ -88,7 +88,6 @@ def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argpars
         module = importlib.import_module(f"nemo_like.commands.{name}_command")
         subparser = subparsers.add_parser(name, help=purpose, purpose=purpose, lines=module.EXAMPLES)
         subparser.add_options(module.OPTIONS)
-        subparser.hints = getattr(module, "HINTS", {})
         first_line = getattr(module, "first_line", lambda arguments: "")
         take_settings(subparser, argv)
         check = getattr(module, "check", check_early)

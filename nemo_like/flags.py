@@ -37,7 +37,6 @@ def _flags(cls: type, prefix: str = "") -> Iterator[Flag]:
 
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in _flags(Job)}
-EVERY_AC = "A plan reports every ac; {} adds one."
 # Defaults of `plan`, `fit`, `predict` and their commands; the others, such as the device, are those of `FLAGS`.
 SEQ_LEN, BATCH_SIZE, CONFIGURATIONS, PRECISION = 4096, 1, 8, "bf16"
 

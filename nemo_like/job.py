@@ -552,7 +552,7 @@ def _of_code(job: Job) -> Iterator[str]:
         ),
     )
     lists = job.ac.lists if isinstance(job.ac, NamedLists) else [getattr(job.ac, "fixed", NO_NAMES)]
-    for names in (each.offload for each in lists if each.offload and job.compile is not None):
+    for names in (one.offload for one in lists if one.offload and job.compile is not None):
         yield (
             f"ac has offload={list(names)} and compile is {job.compile!r}: compiled graphs keep nothing in CPU memory. Put "
             "them into save, or use compile=None."

@@ -200,7 +200,7 @@ def config_specs(
 
 
 def named_specs(
-    layers: Sequence[Layer], asked: NamedLists, compiler: str | None, *, part: bool = False
+    layers: Sequence[Layer], lists: NamedLists, compiler: str | None, *, part: bool = False
 ) -> list[CheckpointSpec]:
     """The regions that lists of names mean on the layers in scope, each by the first list that has it.
 
@@ -211,9 +211,9 @@ def named_specs(
     """
     modules = {layer.fqn: layer.module for layer in layers}
     specs = list[CheckpointSpec]()
-    for names, each in check_lists(modules, asked, compiler, part=part).items():
+    for names, fqns in check_lists(modules, lists, compiler, part=part).items():
         shared = NamedPolicy(names, compiled=True)  # Dynamo compiles a layer again for each object that it meets
-        for fqn in each:
+        for fqn in fqns:
             policy = FullPolicy() if not names.names else shared if compiler else NamedPolicy(names)
             regions = regions_of(names, modules[fqn])
             specs += [CheckpointSpec((join(fqn, region) if region else fqn,), policy, layer=fqn) for region in regions]

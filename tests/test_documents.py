@@ -345,7 +345,7 @@ def _keys(heading: str) -> set[str]:
 
 
 def test_the_page_has_the_keys_of_the_json(program: Any) -> None:
-    plan = json.loads(program("plan --model llama-tiny --gpu cpu --seq-len 32 --budget 50% --no-what-if --json -").out)
+    plan = json.loads(program("plan --model llama-tiny --gpu cpu --seq-len 32 --ac 50% --no-what-if --json -").out)
     assert _keys("`nemo-like plan`:") == set(plan) and _keys("A row:") == set(plan["rows"][0])
     asked = "fit --model llama-tiny --gpus 1 --gpu cpu --seq-len 32 --micro-batch 1 --ac full --json -"
     found = json.loads(program(asked).out)

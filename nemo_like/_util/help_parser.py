@@ -46,7 +46,7 @@ class HelpParser(argparse.ArgumentParser):
         near = ""
         if match := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             parser = self.command or self
-            near = parser.hints.get(match[1]) or did_you_mean(
+            near = did_you_mean(
                 match[1], [f"--{name.replace('_', '-')}" for name in parser.option_names() if len(name) > 1]
             )
         elif match := re.search(r"invalid choice: ('[^']*') \(choose from (.*)\)", message):
@@ -54,7 +54,6 @@ class HelpParser(argparse.ArgumentParser):
         prog = self.prog if self.command is None else self.command.prog
         self.exit(2, f"{prog}: error: {message}{'.' * bool(near)}{near}\n")
 
-    hints: Mapping[str, str] = {}  # Sentences on options that the command does not have, by the typed word.
     command: HelpParser | None = None  # Parser of the subcommand, where there is one.
 
     def in_options(self, message: str) -> str:

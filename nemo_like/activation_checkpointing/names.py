@@ -103,8 +103,8 @@ def matches_layer(glob: str, layer: str) -> bool:
     parts = _RANGE.split(glob)
     ranges = [range(int(a), int(b) + 1) for a, b in (part[1:-1].split("-") for part in parts[1::2])]
     pattern = "".join(r"(\d+)" if at % 2 else glob_to_regex(part).pattern for at, part in enumerate(parts))
-    found = re.fullmatch(pattern, layer)
-    return found is not None and all(int(number) in one for number, one in zip(found.groups(), ranges, strict=True))
+    match = re.fullmatch(pattern, layer)
+    return match is not None and all(int(number) in span for number, span in zip(match.groups(), ranges, strict=True))
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -136,8 +136,8 @@ def words_of(op: Op, nth: int, args: tuple[Any, ...], out: Any, hidden: Hidden |
         return (word, f"experts.{nth + 1}") if word == "experts" else (word,) if word else ()
     if op is _ADD and all(isinstance(t, Tensor) and local_part(t).shape == hidden.shape for t in args[:2]):
         return ("residual",)
-    made = sum(local_part(tensor).nbytes for tensor in tensors_in(out))
-    return ("statistics",) if 0 < made * _SMALL <= hidden.nbytes and not ops.facts(op).random else ()
+    size = sum(local_part(tensor).nbytes for tensor in tensors_in(out))
+    return ("statistics",) if 0 < size * _SMALL <= hidden.nbytes and not ops.facts(op).random else ()
 
 
 def operands_of(op: Op, nth: int, args: tuple[Any, ...]) -> list[tuple[Tensor, str]]:
@@ -159,7 +159,7 @@ class NamedPolicy:
     def __init__(self, names: NamedList, compiled: bool = False) -> None:
         self.names, self.learns = names, not compiled
         self.met: set[str] = set()  # Names that tensors had in a forward.
-        self.kept: set[str] = set()  # Those of them that were kept.
+        self.stay: set[str] = set()  # Those of them that were kept.
         self.tracked: frozenset[Op] | None = None  # Kinds of operators that it looks at; None: all.
         self.left_out: Mapping[Op, frozenset[int]] = {}  # By kind, which of its calls recomputation leaves out.
         self.counts: Mapping[Op, int] = {}  # Calls of these kinds in the call that was learned from.
@@ -175,8 +175,8 @@ class NamedPolicy:
         """Return the decision on tensors of this name; None: no list has it."""
         if label not in self._decisions:
             lists = ((self.names.save, SAVE), (self.names.offload, HOST))
-            found = (decision for names, decision in lists if any(matches(pattern, label) for pattern in names))
-            self._decisions[label] = next(found, None)
+            matching = (decision for names, decision in lists if any(matches(pattern, label) for pattern in names))
+            self._decisions[label] = next(matching, None)
         return self._decisions[label]
 
     def of_op(self, op: Op, labels: Iterable[str]) -> Decision:
@@ -223,49 +223,50 @@ def named_policy(policy: object) -> NamedPolicy | None:
 
 
 def check_lists(
-    layers: Mapping[str, nn.Module], asked: NamedLists, compiler: str | None = None, *, part: bool = False
+    layers: Mapping[str, nn.Module], lists: NamedLists, compiler: str | None = None, *, part: bool = False
 ) -> dict[NamedList, list[str]]:
     """Return the names of the layers of each list: each has the first that matches it.
 
     Args:
         layers: the layers in scope, by name.
-        asked: the lists.
+        lists: the lists.
         compiler: compiles the layers; of graphs that a partitioner cuts only matmuls and attention have names.
         part: the layers are some of those that were checked: check nothing.
 
     Raises:
         ValueError: a list without layers; a name that none of its layers has, or that is in no region.
     """
-    of_list: dict[NamedList, list[str]] = {names: [] for names in asked.lists}
+    of_list: dict[NamedList, list[str]] = {names: [] for names in lists.lists}
     for fqn in layers:
-        first = (n for n in asked.lists if not n.layers or any(matches_layer(glob, fqn) for glob in n.layers))
+        first = (n for n in lists.lists if not n.layers or any(matches_layer(glob, fqn) for glob in n.layers))
         if (names := next(first, None)) is not None:
             of_list[names].append(fqn)
-    for names, each in () if part else of_list.items():
-        if not each:
+    for names, fqns in () if part else of_list.items():
+        if not fqns:
             raise ValueError(
                 f"ac has a list for layers={list(names.layers)}, and no layer is left for it: lists before it have them, or "
                 f"there is no such name. The layers are {', '.join(list(layers)[:4])}, ..."
             )
-        _check_names(names, [layers[fqn] for fqn in each], compiler)
+        _check_names(names, [layers[fqn] for fqn in fqns], compiler)
     return of_list
 
 
 def _check_names(names: NamedList, layers: Sequence[nn.Module], compiler: str | None) -> None:
     paths = {path: module for layer in layers for path, module in bare_modules(layer) if path}
-    known = [*WORDS, *paths, *(f"{path}.input" for path in paths)]
+    every = [*WORDS, *paths, *(f"{path}.input" for path in paths)]
     regions = {region for layer in layers for region in regions_of(names, layer)}
     for pattern in (*names.names, *(names.recompute or ())):
-        found = [label for label in (known if pattern in names.names else paths) if matches(pattern, label)]
-        if not found and not (is_label(pattern) and pattern in names.names):
+        labels, more = (every, "; and labels of nemo_like.name()") if pattern in names.names else (list(paths), "")
+        matching = [label for label in labels if matches(pattern, label)]
+        if not matching and not (is_label(pattern) and pattern in names.names):
             raise ValueError(
-                f"ac has the name {pattern!r}, which these layers do not have. They have {', '.join(known)}; and labels of "
-                "nemo_like.name()." + did_you_mean(pattern, known)
+                f"ac has the name {pattern!r}, which these layers do not have. They have {', '.join(labels)}{more}."
+                + did_you_mean(pattern, labels)
             )
         inside = any(
-            label in WORDS or not region or label.startswith(f"{region}.") for label in found for region in regions
+            label in WORDS or not region or label.startswith(f"{region}.") for label in matching for region in regions
         )
-        if found and pattern in names.names and not inside:
+        if matching and pattern in names.names and not inside:
             raise ValueError(
                 f"ac has the name {pattern!r}, which is in no module of recompute={list(names.recompute or ())}: it stays "
                 "anyway. Leave it out, or recompute the module that it is in."
@@ -273,8 +274,8 @@ def _check_names(names: NamedList, layers: Sequence[nn.Module], compiler: str | 
         linears = (
             () if compiler == "eager" else [path for path, module in paths.items() if isinstance(module, nn.Linear)]
         )
-        followed = all(label in _IN_GRAPHS or label in linears for label in found)
-        if compiler and pattern in names.names and not (found and followed):
+        followed = all(label in _IN_GRAPHS or label in linears for label in matching)
+        if compiler and pattern in names.names and not (matching and followed):
             raise ValueError(
                 f"ac has the name {pattern!r} and compile is {compiler!r}, whose graphs know {', '.join(_IN_GRAPHS)}"
                 f"{' and linears' if linears else ''} alone by name. Give sample_input=, by which a plan finds the others."
@@ -306,10 +307,10 @@ class FirstForward:
         if self.done or not torch.is_grad_enabled():
             return
         self.done = True
-        for names, each in self.by_list.items():
-            met, kept = (set[str]().union(*(getattr(policy, part) for policy in each)) for part in ("met", "kept"))
+        for names, policies in self.by_list.items():
+            met, stay = (set[str]().union(*(getattr(p, part) for p in policies)) for part in ("met", "stay"))
             for pattern in names.names:
-                if pattern in WORDS or any(matches(pattern, label) for label in kept):
+                if pattern in WORDS or any(matches(pattern, label) for label in stay):
                     continue
                 if any(matches(pattern, label) for label in met):
                     say_once(
@@ -318,7 +319,7 @@ class FirstForward:
                     )
                 elif self.labels and is_label(pattern):
                     raise ValueError(
-                        f"ac has the name {pattern!r}, and no tensor had it in the first forward: it is no module of the "
+                        f"ac has the name {pattern!r}, and no tensor had it in the first forward: it is not a module of the "
                         f"layers, and no call nemo_like.name(tensor, {pattern!r}) ran in one of them."
                     )
 
@@ -367,7 +368,7 @@ class NamedRun:
 
     def tell(self, labels: Iterable[str]) -> None:
         """Note the names of the tensors that are kept after the forward."""
-        self.policy.kept.update(labels)
+        self.policy.stay.update(labels)
 
     def finish(self) -> Misfit | None:
         """Return why nothing is left out in this call, if its operators are not those that were learned from."""

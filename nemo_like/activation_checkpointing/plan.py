@@ -126,12 +126,12 @@ class Plan:
             if layer.names is None:
                 return None
             layers.setdefault(json.dumps(layer.names), []).append(layer.fqn)
-        fewest = sorted(layers.items(), key=lambda each: len(each[1]))
-        found = [
+        fewest = sorted(layers.items(), key=lambda item: len(item[1]))
+        lists = [
             NamedList(**json.loads(words) | ({"layers": layer_globs(names)} if at < len(fewest) - 1 else {}))
             for at, (words, names) in enumerate(fewest)
         ]
-        return NamedLists(tuple(found))
+        return NamedLists(tuple(lists))
 
     def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.

@@ -46,7 +46,7 @@ class PlanMismatchError(RuntimeError):
 
 
 def parts_of(decide: Decide) -> dict[str, Any]:
-    """Return what a decision function has besides being called, for one around it."""
+    """Return the attributes of a decision function, for one around it."""
     every = ("needs_call", "finish", "named", "begin", "learns", "settle", "tell")
     return {name: getattr(decide, name) for name in every if hasattr(decide, name)}
 

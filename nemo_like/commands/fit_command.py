@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--ac": {
         "nargs": "+",
         "group": "memory",
-        "help": "fixed: none | full | selective | plan (the best for the memory)",
+        "help": "fixed: none | full | selective | plan (the best for the memory), or lists of names as JSON",
     },
     "--explain": {
         "type": int,

@@ -9,7 +9,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
+from nemo_like._util.table import (
+    ByteUnit,
+    Column,
+    Fact,
+    Table,
+    as_json,
+    byte_word,
+    paragraph,
+    parameters_word,
+    screen_width,
+)
 from nemo_like.commands import WIDE, print_report
 from nemo_like.options import parse_dtype
 
@@ -20,6 +30,7 @@ if TYPE_CHECKING:  # the command imports torch only when it runs
 
 EXAMPLES = (
     "--model llama3-8b",
+    "--model llama3-8b --names --seq-len 8192",
     "--model config.json --scope language",
     "--model mymodels:build --layers 'blocks.*'",
 )
@@ -61,6 +72,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--layers": {"nargs": "+", "help": "FQNs or globs of the layers, instead of those found"},
     "--dtype": {"help": "dtype of the parameters (default: float32)"},
+    "--names": {
+        "group": "model",
+        "action": "store_true",
+        "help": "also print the names that ac= takes, with the MiB and the microseconds of each tensor of a layer",
+    },
+    "--seq-len": {"type": int, "least": 1, "default": 2048, "help": "of --names: tokens (default: %(default)s)"},
+    "--gpu": {"group": "model", "default": "h100-80gb", "help": "of --names: the GPU (default: %(default)s)"},
     "--wide": WIDE,
     "--json": {"metavar": "PATH", "help": "write the report here, as JSON ('-': standard output)"},
 }
@@ -78,11 +96,64 @@ def run(args: argparse.Namespace) -> int:
         refuse_unread(args, ["wide"], "--json - prints all of it.")
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
-    text = (
-        f"{to_text(report, None if args.wide else screen_width())}\nNext: nemo-like plan --model {args.model} --gpus 8"
-    )
-    print_report(args, text, lambda: json.dumps(asdict(report), indent=2))
+    names = names_of(model, args.seq_len, args.gpu, args.layers) if args.names else {}
+    width = None if args.wide else screen_width()
+    text = f"{to_text(report, width)}\nNext: nemo-like plan --model {args.model} --gpus 8"
+    text += "".join(f"\n\n{kind}:\n{Table.of(map(_facts, rows)).text(width)}" for kind, rows in names.items())
+    tables = {kind: [as_json(_facts(row)) for row in rows] for kind, rows in names.items()}
+    print_report(args, text, lambda: json.dumps(asdict(report) | ({"names": tables} if args.names else {}), indent=2))
     return 0
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a layer that a list can save, and the time that this buys."""
+
+    names: tuple[str, ...]
+    bytes: int
+    seconds: float  # Of the operator that makes it, by the roofline.
+
+
+def names_of(
+    model: nn.Module, seq_len: int, gpu: str, layers: Iterable[str] | None = None
+) -> dict[str, list[NamedTensor]]:
+    """Return the tensors with names of each kind of layer, in bfloat16, the most seconds for a byte first.
+
+    Raises:
+        ValueError: as `nemo_like.plan_for`, for a model that cannot be traced.
+    """
+    from nemo_like.job import Job
+    from nemo_like.planning.predict import step_of
+
+    # On two ranks, whose FSDP2 casts the parameters as in a real job; a rank by itself computes under autocast.
+    step, _ = step_of(model, Job.of(gpu=gpu, world_size=2, precision="bf16", ac="none", layers=layers), seq_len)
+    tables = {}
+    for problem in step.query().stages[0].part.problems:
+        by_name: dict[str, list[int]] = {}
+        for k, record in enumerate(problem.records[: problem.reachable]):
+            if record.names and record.bytes:
+                by_name.setdefault(problem.titles.get(k, record.names[0]), []).append(k)
+        rows = [
+            NamedTensor(
+                (name, *dict.fromkeys(other for k in numbers for other in problem.records[k].names if other != name)),
+                sum(problem.records[k].bytes for k in numbers),
+                sum(problem.seconds[k] for k in numbers),
+            )
+            for name, numbers in by_name.items()
+        ]
+        tables[problem.trace.name] = sorted(rows, key=lambda row: -row.seconds / row.bytes)
+    return tables
+
+
+def _facts(row: NamedTensor) -> list[Fact]:
+    micro, mib = 1e6 * row.seconds, row.bytes / (1 << 20)
+    return [
+        Fact("name", row.names[0], Column("name", left=True)),
+        Fact("bytes", row.bytes, Column("MiB"), lambda size: f"{size / (1 << 20):.2f}"),
+        Fact("seconds", row.seconds, Column("us"), lambda seconds: f"{1e6 * seconds:.0f}"),
+        Fact("", f"{micro / mib:.1f}", Column("us/MiB")),
+        Fact("other_names", list(row.names[1:]), Column("also", left=True, least=20), ", ".join),
+    ]
 
 
 def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Iterable[str] | None = None) -> LayersReport:

@@ -15,8 +15,8 @@ from nemo_like._util.words import GIB
 from nemo_like.commands import MODEL, WIDE, print_report, settings_options, step_options
 from nemo_like.commands.settings_options import write_to
 from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
-from nemo_like.flags import BATCH_SIZE, EVERY_AC, SEQ_LEN
-from nemo_like.options import MemoryBudget, parse_bytes
+from nemo_like.flags import BATCH_SIZE, SEQ_LEN
+from nemo_like.options import MemoryBudget, parse_ac, parse_bytes
 
 if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
 EXAMPLES = (
     "--model llama3-8b --gpus 64 --seq-len 8192 --gpu h100-80gb",
     "--model llama3-8b --gpus min --seq-len 8192",
-    "--model llama3-8b --gpus 8 --budget 40GiB --budget 50% --save plan.json",
+    "--model llama3-8b --gpus 8 --ac 40GiB --ac 50% --save plan.json",
     "--model llama3-70b --gpus 64 --pp 4 --tp 4 --grad-accum 8",
     "--model llama3-8b --gpus 512 --tp 8 --check",
 )
@@ -37,10 +37,11 @@ EXAMPLES = (
 OPTIONS: dict[str, dict[str, Any]] = {
     **step_options.OPTIONS,
     "--model": {**MODEL, "required": True},
-    "--budget": {
+    "--ac": {
+        "group": "memory",
         "action": "append",
         "default": [],
-        "help": "also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
+        "help": "also plan for this: 40GiB (peak), 50%% (activations), or lists of names as JSON; repeatable",
     },
     "--memory": {
         "help": "bytes that a step may take (default: all but 5 %% and the memory outside of torch's allocator)"
@@ -67,8 +68,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"metavar": "PATH", "help": "write the numbers here ('-': standard output)"},
     "--save": {"metavar": "PATH", "help": "write the recommended plan here (read it with nemo_like.Plan.load)"},
 }
-HINTS = {"--ac": f" {EVERY_AC.format('--budget 40GiB')}"}
-"""Sentences on options that the command does not have, by the typed word."""
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         if search:
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
         return run(_calibrated(args, query))
-    step, query, report = answered(step, search, args.model, args.budget, limit, query)
+    step, query, report = answered(step, search, args.model, args.ac, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
     changes, interrupted = list[WhatIf](), False
@@ -227,8 +226,8 @@ def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, samp
 
 def _check(args: argparse.Namespace) -> None:
     """Raise for errors that would only show after planning: budgets, and options that nothing reads."""
-    for budget in args.budget:
-        MemoryBudget.parse(budget, "--budget")
+    for ac in args.ac:
+        parse_ac(ac)
     if args.calibrate_from is None:
         refuse_unread(args, ["ran_with", "gpu_file"], "that takes --calibrate-from.")
     elif args.ran_with is None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 from typing import Any
 
 from nemo_like._util.console import refuse_unread
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
-    modes = [] if args.modes is None else args.modes.split(",")
+    modes = [] if args.modes is None else re.split(r",(?![^\[{]*[\]}])", args.modes)  # not within lists of names
     for unread, names, why in (
         (args.input_shape is not None, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input."),
         (args.json == "-", ["budget", "wide"], "--json - prints everything, and nothing else."),

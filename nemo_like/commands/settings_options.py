@@ -68,7 +68,8 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for name, value in values.items():
         action = actions.get(name) or actions.get(_OTHER_NAMES.get(name, ""))
         if action is not None:
-            parser.set_defaults(**{action.dest: [value] if action.nargs == "+" else value})
+            several = action.nargs == "+" or isinstance(action.default, list)
+            parser.set_defaults(**{action.dest: [value] if several else value})
             action.required = False
             read.append(as_flag(action.option_strings[0].removeprefix("--"), value))
         elif name == "ac" or name not in FLAGS or value != FLAGS[name].default:

@@ -44,8 +44,8 @@ class NamedList:
             if not isinstance(names, Iterable) or not all(isinstance(name, str) and name.strip() for name in names):
                 raise TypeError(f"ac has {field}={value!r}; it must be a list of names, such as ['attention'].")
             object.__setattr__(self, field, tuple(dict.fromkeys(names)))
-        kept = [*self.save, *self.offload, *(self.recompute or ())]
-        if twice := [name for name in dict.fromkeys(kept) if kept.count(name) > 1]:
+        every = [*self.save, *self.offload, *(self.recompute or ())]
+        if twice := [name for name in dict.fromkeys(every) if every.count(name) > 1]:
             raise ValueError(f"ac has {twice[0]!r} in two of save, offload and recompute. Keep it in one of them.")
 
     @property
@@ -55,7 +55,7 @@ class NamedList:
 
     @property
     def words(self) -> dict[str, Any]:
-        """Its fields that say something, as lists."""
+        """Its fields that are set, as lists."""
         values = {field: getattr(self, field) for field in ("layers", *field_names(NamedList))}
         return {field: list(v) for field, v in values.items() if v or (field == "recompute" and v is not None)}
 
@@ -89,14 +89,14 @@ class NamedLists:
         fields = field_names(NamedList)
         for key in (key for entry in entries for key in entry if key not in fields):
             if key == "budget":
-                raise ValueError("ac has a budget beside several lists; a budget takes one list, for all layers.")
+                raise ValueError("ac has a budget next to several lists; a budget takes one list, for all layers.")
             raise ValueError(f"ac has {key!r}; lists have {', '.join(fields)}." + did_you_mean(str(key), fields))
         return cls(tuple(NamedList(**entry) for entry in entries))
 
     @property
     def words(self) -> Any:
         """The lists as `of` reads them: a mapping, or several."""
-        entries = [each.words for each in self.lists]
+        entries = [names.words for names in self.lists]
         return entries[0] if len(entries) == 1 and entries[0] else entries
 
     @property
@@ -107,7 +107,7 @@ class NamedLists:
     @property
     def whole(self) -> bool:
         """True where no list has regions inside of layers."""
-        return not any(each.recompute for each in self.lists)
+        return not any(names.recompute for names in self.lists)
 
     def __str__(self) -> str:
         return self.mode

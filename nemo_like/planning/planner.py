@@ -371,13 +371,13 @@ def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
 def choices_of(stage: Stage, ac: Ac) -> list[Choice] | None:
     """Return the choice of each layer call under a mode, lists of names or a `Plan`; None: it is not predicted."""
     part = stage.part
-    names = dict(zip((layer.fqn for layer in part.layers), stage.names))
-    if isinstance(ac, NamedLists):
-        return part.by_names(ac, names, skip=stage.skip, whole=stage.slice.is_first and stage.slice.is_last)
+    if isinstance(ac, NamedLists):  # regions inside of a layer are run one by one, and no block is traced so
+        return stage.by_names(ac) if ac.whole else None
     if not isinstance(ac, Plan):
         mode = next((mode for mode in MODES if parse_ac(mode) == ac), None)
         return None if mode is None else part.uniform(mode)
     plans = {layer.fqn: layer for layer in ac.layers}
+    names = dict(zip((layer.fqn for layer in part.layers), stage.names))
     return [_choice(part.problems[call.kind], plans.get(names[call.fqn])) for call in part.traced.calls]
 
 

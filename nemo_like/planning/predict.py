@@ -13,7 +13,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.table import parameters_word
 from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
-from nemo_like.flags import BATCH_SIZE, EVERY_AC, FLAGS, PRECISION, SEQ_LEN, check_keywords
+from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, check_keywords
 from nemo_like.job import KEYWORDS, AllKeywords, Job
 from nemo_like.models import check_positions, class_taken, most_positions, resolve_model, text_batch
 from nemo_like.options import parse_dtype
@@ -73,7 +73,7 @@ def predict(
     if job is not None and asked:
         raise ValueError(f"job is given, and so is {next(iter(asked))}. Put it into the job: job.change(...).")
     if "ac" in asked:
-        raise TypeError("predict() has no keyword 'ac'. " + EVERY_AC.format("rows=['40GiB']"))
+        raise TypeError("predict() has no keyword 'ac'. A plan reports every ac; rows=['40GiB'] adds one.")
     check_keywords(predict, asked, KEYWORDS)
     stored = dtype_of(model) if isinstance(model, nn.Module) else dtype
     usual = {

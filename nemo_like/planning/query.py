@@ -47,8 +47,8 @@ from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
-from nemo_like.options import FSDP2, NamedList, PipelineParallel, Precision
-from nemo_like.options.names import NO_NAMES
+from nemo_like.options import FSDP2, NamedList, NamedLists, PipelineParallel, Precision
+from nemo_like.options.names import NO_NAMES, read_json
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
 from nemo_like.options.parallel import moves_state
 from nemo_like.planning.devices import Device
@@ -221,6 +221,19 @@ class Stage:
         fixed: names that all choices keep.
         """
         return self.part.stack(skip=self.skip, host=self.host, fixed=fixed)
+
+    def uniform(self, mode: str) -> list[Choice]:
+        """Return the choice of each layer call under ``none``, ``full``, ``selective``, or lists of names as a word."""
+        return self.by_names(NamedLists.of(read_json(mode))) if mode[0] in "[{" else self.part.uniform(mode)
+
+    def by_names(self, lists: NamedLists) -> list[Choice]:
+        """Return the choice of each layer call under lists of names.
+
+        Raises:
+            ValueError: as `check_lists`; nothing is checked in a pipeline.
+        """
+        names = dict(zip((layer.fqn for layer in self.part.layers), self.names))
+        return self.part.by_names(lists, names, skip=self.skip, whole=self.slice.is_first and self.slice.is_last)
 
     @cached_property
     def casts(self) -> bool:
@@ -473,8 +486,8 @@ class PlanQuery:
         return ", ".join(words for stage in self.stages if (words := stage.part.idle_layers()))
 
     def uniform(self, mode: str) -> list[list[Choice]]:
-        """Return the choices of each layer call of each stage under ``none``, ``full`` or ``selective``."""
-        return [stage.part.uniform(mode) for stage in self.stages]
+        """Return the choices of each layer call of each stage; `mode`: as for `Stage.uniform`."""
+        return [stage.uniform(mode) for stage in self.stages]
 
     def held_once(self, rank: int) -> HeldOnce:
         """Return the bytes that the first and the last stage of a rank both count, but share."""

@@ -185,10 +185,10 @@ class PlanReport:
         taken = f"{of_limit(row.need.bytes, self.limit)} {row.need.by}"
         if self.best is None:
             host = ", and more CPU memory than there is" if row.need.bytes <= self.limit else ""
-            return f"Does not fit: ac={row.ac!r}, the least, takes {taken}{host}."
+            return f"Does not fit: ac={_short(row.ac)!r}, the least, takes {taken}{host}."
         if row.ac == "none":
             return f"Fits without checkpointing, ac='none': {taken}."
-        return f"Fits with ac={row.ac!r}: {taken}, {percent(self.slower(row))} slower than ac='none'."
+        return f"Fits with ac={_short(row.ac)!r}: {taken}, {percent(self.slower(row))} slower than ac='none'."
 
     def table(self) -> Table:
         """Return the rows as a table: bytes in one unit, milliseconds, and tokens per second of one device."""
@@ -204,7 +204,7 @@ class PlanReport:
         ranks = row.peaks if self.job.pp.size > 1 else ()
         reserved = [f" ({size(each)})" for each in row.reserved] or [""] * len(ranks)
         return [
-            Fact("ac", row.ac, Column("ac", left=True)),
+            Fact("ac", row.ac, Column("ac", left=True), _short),
             Fact("saved_bytes", plan.held_bytes, Column("saved", 3), size),
             Fact("host_bytes", row.host_bytes, Column("host", 2), size if on_host else "".format),
             Fact("peak_bytes", plan.peak_bytes, Column("peak"), size),
@@ -258,7 +258,7 @@ class PlanReport:
         lists = row.plan.lists
         if row.ac in MODES or lists is None:
             return ""
-        lines = ",\n ".join(json.dumps(each.words) for each in lists.lists)
+        lines = ",\n ".join(json.dumps(names.words) for names in lists.lists)
         return f"The same by names, as --ac or ac= takes it:\n[{lines}]"
 
     def _better(self) -> list[str]:
@@ -328,6 +328,12 @@ class PlanReport:
         }
 
 
+def _short(ac: str) -> str:
+    """Return ``ac`` for a cell: lists of names may be long."""
+    return ac if len(ac) <= _CELL else f"{ac[: _CELL - 4]} ..."
+
+
+_CELL = 44  # Characters.
 # Share of the time of the fastest row that a change must be below, to be named: predictions are off by more.
 _FASTER = 0.99
 _MEANINGS = (
@@ -359,7 +365,7 @@ def make_report(
     limit = default_limit(query.job, query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
     unmet = list[str]()
-    for text in dict.fromkeys(more or SHARES):
+    for text in [text for text in dict.fromkeys(more or SHARES) if text not in MODES]:
         try:
             choices = choices_under(query, parse_ac(text), text)
         except BudgetError as error:

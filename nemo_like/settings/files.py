@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.extras import require
 from nemo_like.options import FSDP2, ContextParallel
-from nemo_like.settings import accelerate, automodel, axolotl, torchtitan, trainer
+from nemo_like.settings import accelerate, automodel, axolotl, maxtext, megatron, torchtitan, trainer
 from nemo_like.settings.formats import Format, flat
 
 if TYPE_CHECKING:
     from nemo_like.job import Job
 
-FORMATS = (torchtitan.TABLE, accelerate.TABLE, automodel.TABLE, axolotl.TABLE, trainer.TABLE)
+FORMATS = tuple(
+    framework.TABLE for framework in (torchtitan, accelerate, automodel, axolotl, trainer, megatron, maxtext)
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,11 @@ class Settings:
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read a file of accelerate, axolotl, torchtitan, NeMo Automodel or transformers.Trainer (JSON).
+    """Read a file of accelerate, axolotl, torchtitan, NeMo Automodel, Megatron, MaxText or transformers.Trainer (JSON).
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is not TOML, YAML or JSON, of none of the five, or has a value that its key can't have.
+        ValueError: it is not TOML, YAML or JSON, of none of these, or has a value that its key can't have.
         MissingExtraError: it is YAML, and PyYAML is not installed.
     """
     path = Path(path)

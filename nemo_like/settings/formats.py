@@ -2,12 +2,12 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_like.options import CONTEXT_METHODS, SCHEDULES
+from nemo_like.options import CONTEXT_METHODS, SCHEDULES, NamedLists
 from nemo_like.presets import PRESETS
 
 # Read where no flag has the value, written where the key can't have it. None instead: the value changes nothing.
@@ -157,7 +157,24 @@ def same(*known: str) -> ValueKind:
     return words({word: word for word in known})
 
 
-WHOLE, WORD = whole(), ValueKind(str)
+def _names(value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError("it must be a list of names")
+    return names
+
+
+def ac_of(unnamed: str, **names: Iterable[str]) -> str:
+    """Return ``ac`` of the lists of names that are not empty; `unnamed`: where all are.
+
+    >>> ac_of("full", save=["attention"], offload=[]), ac_of("full", save=[])
+    ('{"save": ["attention"]}', 'full')
+    """
+    lists = {way: tensors for way, values in names.items() if (tensors := list(values))}
+    return NamedLists.of(lists).mode if lists else unnamed
+
+
+WHOLE, WORD, NAMES = whole(), ValueKind(str), ValueKind(_names)
 DTYPE = words(
     {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     | {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}

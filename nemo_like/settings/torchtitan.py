@@ -1,18 +1,21 @@
 """The table of torchtitan's TOML."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_like.options import COMPILE_BACKENDS, FLOAT8
 from nemo_like.options.parallel import MXFP8
 from nemo_like.settings.formats import (
     DTYPE,
+    NAMES,
     ROTATION,
     SCHEDULE,
     WHOLE,
     WORD,
     Format,
     ValueKind,
+    ac_of,
     cut_batch,
     only,
     same,
@@ -32,8 +35,24 @@ FLAVORS = {
     ("gpt_oss", "20b"): "gpt-oss-20b",
     ("gpt_oss", "120b"): "gpt-oss-120b",
 }
+# By region that its layers declare, the tensors of a layer of transformers.
+REGIONS = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.inner_attention": ("attention",),
+    "attention.wo": ("self_attn.o_proj",),
+    "feed_forward.w1": ("mlp.gate_proj",),
+    "feed_forward.w3": ("mlp.up_proj",),
+    "feed_forward.w2": ("mlp.down_proj",),
+}
 WAYS = {"fused": "adamw-fused", "foreach": "adamw-foreach", "for-loop": "adamw-loop"}
 ALLOCATOR = "expandable_segments:True"
+
+
+def _tensors(regions: Iterable[str]) -> Iterator[str]:
+    """Return the names of the tensors of regions, which may be globs; a region that is not known is a module's path."""
+    for region in regions:
+        tensors = [name for declared, names in REGIONS.items() if fnmatchcase(declared, region) for name in names]
+        yield from tensors or [region]
 
 
 def _finish(values: dict[str, Any]) -> Iterator[str]:
@@ -46,6 +65,11 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
     way = take("_way", None)
     if take("_adamw", False) and way:
         values["optimizer"] = way
+    regions = take("_regions", None)
+    if regions is not None and values.get("ac") == "selective":
+        values["ac"] = ac_of("full", save=_tensors(regions))
+    elif regions:
+        yield f"activation_checkpoint.save_regions = {', '.join(regions)} (mode is not selective)"
     if values.get("ac") == "selective" and (every := take("_every", "op")) != "op":
         del values["ac"]
         yield f"activation_checkpoint.selective_ac_option = {every} (only some layers)"
@@ -137,6 +161,7 @@ TABLE = Format(
         f"{_AXIS}expert_tensor_parallel_degree": ("", only(1)),
         "activation_checkpoint.mode": ("ac", same("none", "full", "selective")),
         "activation_checkpoint.selective_ac_option": ("_every", WORD),
+        "activation_checkpoint.save_regions": ("_regions", NAMES),
         "compile.enable": ("_compile", switch()),
         "compile.components": ("_parts", ValueKind(list)),
         "compile.backend": ("_backend", same(*COMPILE_BACKENDS)),

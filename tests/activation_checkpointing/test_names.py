@@ -185,7 +185,7 @@ def test_a_name_that_keeps_nothing_is_said_once(caplog):
         ([{"layers": "model.layers.9", "save": []}, {"save": []}], {}, "layers=.'model.layers.9'.*no layer is left"),
         ([{"save": []}, {"save": ["attention"]}], {}, "no layer is left for it"),
         ({"save": ["attention"], "keep": []}, {}, "ac has 'keep'; lists have save, offload, recompute, layers"),
-        ([{"save": [], "budget": "50%"}, {"save": []}], {}, "budget beside several lists"),
+        ([{"save": [], "budget": "50%"}, {"save": []}], {}, "budget next to several lists"),
         ({"recompute": ["mlp"], "budget": "50%"}, {}, "budget with layers or recompute"),
         ({"save": ["attention"], "budget": "50%"}, {}, "sample_input"),
         ('{"save": ["attention"', {}, "which is not JSON"),

@@ -70,7 +70,7 @@ def test_what_is_frozen_or_out_of_scope_is_said() -> None:
     assert inside + report.outside_bytes == report.bytes == 4 * report.parameters
 
 
-ASKED = "plan --seq-len 16 --budget 50% --no-what-if --check --model"
+ASKED = "plan --seq-len 16 --ac 50% --no-what-if --check --model"
 
 
 @pytest.mark.few(1)
@@ -141,7 +141,7 @@ def test_a_dtype_to_reduce_in_counts_also_where_parameters_have_the_dtype_to_com
 WIDTH, VOCAB = 16, 32
 SMALL = ["--seq-len", "8", "--batch-size", "2"]
 PLANS = {
-    "plan": ["--gpu", "cpu", "--budget", "50%", "--no-what-if", "--json", "-"],
+    "plan": ["--gpu", "cpu", "--ac", "50%", "--no-what-if", "--json", "-"],
     "profile": ["--runs", "1", "--json", "-"],
 }
 
@@ -208,7 +208,7 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(program: Any) -> None
     "words",
     [
         "layers --json -",
-        f"plan --gpu cpu --budget 50% --no-what-if --json - {' '.join(SMALL)}",
+        f"plan --gpu cpu --ac 50% --no-what-if --json - {' '.join(SMALL)}",
         "fit --gpus 1 --gpu h100-80gb --micro-batch 2 --seq-len 8 --ac none --loss model --json -",
         f"profile --runs 1 --json - {' '.join(SMALL)}",
         f"profile --runs 1 --modes full {' '.join(SMALL)}",

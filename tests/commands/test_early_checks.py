@@ -11,7 +11,6 @@ WRONG = {
     "plann": "invalid choice: 'plann'.*Did you mean 'plan'?",
     "plan": "the following arguments are required: --model",
     "plan --model llama-tiny --seqlen 3": "unrecognized arguments: --seqlen 3. Did you mean '--seq-len'?",
-    "plan --model llama-tiny --ac full": "A plan reports every ac; --budget 40GiB adds one.",
     "plan --model llama-tyny": "or 'module:function'. Did you mean 'llama-tiny'?",
     "plan --model meta-llama/Llama-3.1-8B": "looks like a Hub name, and nothing is downloaded here",
     "plan --model llama-tiny --gpus 8 --tp 3": "--tp 3 does not divide --gpus 8. Use --tp 1, --tp 2, --tp 4 or --tp 8.",

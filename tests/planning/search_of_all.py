@@ -1,6 +1,5 @@
 """What `nemo_like.planning.fit` has to find, by planning every layout in every way."""
 
-from nemo_like.planning.fit.formula import BY_SPEED
 from nemo_like.planning.fit.report import host_bytes_of
 from nemo_like.planning.fit.search import Entry, PlannedLayout, Ranking, Search
 
@@ -18,7 +17,7 @@ def _open(ranking: Ranking) -> list[Entry]:
 
 def _rows(search: Search, entry: Entry) -> list[PlannedLayout]:
     question, way = entry.ranking.question, entry.ranking.ways[entry.way]
-    rows, modes = [], [mode for mode in BY_SPEED if mode != "none" or way.offload == "none"]
+    rows, modes = [], [mode for mode in ("none", "selective", "full") if mode != "none" or way.offload == "none"]
     for mode in modes:
         try:
             row = search.under(entry, mode)

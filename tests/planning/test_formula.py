@@ -8,7 +8,7 @@ from nemo_like import Job
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
-from nemo_like.planning.fit.formula import BY_SPEED, _fill
+from nemo_like.planning.fit.formula import _fill
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.search import Entry
@@ -50,7 +50,7 @@ def test_the_formula_is_near_the_planner_for_layouts_that_were_not_traced(gpus, 
         for j in range(len(ranking.ways)):
             if not ranking.open[i, j]:
                 continue
-            for at, mode in enumerate(BY_SPEED):
+            for at, mode in enumerate(ranking.formula.modes):
                 if mode == "none" and ranking.ways[j].offload != "none":
                     continue
                 row = search.under(Entry(ranking, i, j), mode)

@@ -100,7 +100,7 @@ def test_the_command_predicts_it_and_names_the_model(tmp_path: Path, logs: pytes
     llama(1).config.save_pretrained(tmp_path)
     assert (
         main(
-            ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--budget", "60%", "--gpu", "cpu"]
+            ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--ac", "60%", "--gpu", "cpu"]
         )
         == 0
     )
@@ -323,7 +323,7 @@ def _planned(folder: Path, config: object, *more: str) -> list[str]:
         "--gpus",
         "2",
         "--no-what-if",
-        "--budget",
+        "--ac",
         "50%",
         *more,
     ]

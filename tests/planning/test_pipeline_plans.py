@@ -107,7 +107,7 @@ def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
 
 
 def test_the_command(tmp_path: Path, program: Any) -> None:
-    base = "plan --model tests.planning.queries:Text --gpu cpu --gpus 2 --seq-len 32 --budget 60% --no-what-if"
+    base = "plan --model tests.planning.queries:Text --gpu cpu --gpus 2 --seq-len 32 --ac 60% --no-what-if"
     base = [*base.split(), "--pp", "2"]
     out = tmp_path / "plan.json"
     more = ["--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]

@@ -333,7 +333,7 @@ def test_device_files(tmp_path):
 
 def test_command(tmp_path, program):
     out, plan = tmp_path / "out.json", tmp_path / "plan.json"
-    words = f"plan --model llama-tiny --gpus 8 --seq-len 64 --memory 200MiB --budget 50% --json {out} --save {plan}"
+    words = f"plan --model llama-tiny --gpus 8 --seq-len 64 --memory 200MiB --ac 50% --json {out} --save {plan}"
     words += " --no-what-if"
     said = program(words).out
     body = json.loads(out.read_text())
@@ -366,7 +366,7 @@ def picture() -> nn.Module:
 
 def test_command_plans_a_model_of_ones_own(program):
     words = ["plan", "--model", "tests.planning.test_planner:picture", "--gpu", "cpu", "--json", "-"]
-    words += ["--budget", "50%", "--no-what-if"]
+    words += ["--ac", "50%", "--no-what-if"]
     assert json.loads(program([*words, "--input-shape", "2,8,16"]).out)["recommended"] == "none"
     assert "--vocab-size" in program(words, 2).err
     assert "like 8,3,32,32" in program([*words, "--input-shape", "2xz"], 2).err

@@ -119,7 +119,7 @@ def test_a_wrong_question_is_refused(asked: dict[str, Any], said: str) -> None:
     ],
 )
 def test_the_command_answers_the_same_questions(words: str, answer: str, program: Any) -> None:
-    line = f"plan --model tests.planning.queries:Text --seq-len 32 --budget 60% --no-what-if --json - {words}"
+    line = f"plan --model tests.planning.queries:Text --seq-len 32 --ac 60% --no-what-if --json - {words}"
     body = json.loads(program(line).out)
     assert body["answer"].startswith(answer) and body["recommended"]
 
@@ -298,7 +298,7 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
 
 def test_a_budget_that_nothing_meets_still_prints_the_table(program: Any) -> None:
     words = ["plan", "--model", "tests.planning.queries:Text", "--gpu", "cpu", "--seq-len", "64", "--no-what-if"]
-    out, err = program([*words, "--budget", "10KiB", "--budget", "50%"], 1)
+    out, err = program([*words, "--ac", "10KiB", "--ac", "50%"], 1)
     assert "\nnone " in out and "\n50% " in out and out.startswith("Fits without checkpointing, ac='none': ")
     assert "Budget '10KiB'" in err and "the least that any plan peaks at" in err
 
@@ -307,7 +307,7 @@ def test_the_json_says_model_device_and_set_up(program: Any) -> None:
     words = "plan --model llama-tiny --gpu h100 --gpus 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
     body = json.loads(
         program(
-            [*words.split(), "--json", "-", "--budget", "50%", "--offload", "boundary", "--host-memory", "1GiB"]
+            [*words.split(), "--json", "-", "--ac", "50%", "--offload", "boundary", "--host-memory", "1GiB"]
         ).out
     )
     assert (body["model"], body["device"], body["input"], body["tokens"]) == (

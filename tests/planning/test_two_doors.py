@@ -86,12 +86,11 @@ def test_a_misspelt_keyword_gets_the_nearest(function: Any) -> None:
         function("llama-tiny", gpus=2, seqlen=64)
 
 
-def test_checkpointing_is_refused_as_by_the_command(ending: Any) -> None:
-    said = ending(cli.main, ["plan", "--model", "llama-tiny", "--ac", "full"]).err
-    with pytest.raises(TypeError, match="predict\\(\\) has no keyword 'ac'") as caught:
+def test_a_plan_reports_every_mode_whatever_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"predict\(\) has no keyword 'ac'. A plan reports every ac; rows="):
         predict("llama-tiny", ac="full")
-    words = "A plan reports every ac; "
-    assert words in said and words in str(caught.value)
+    rows = predict("llama-tiny", gpus=1, seq_len=64, rows=["full", "50%"]).rows
+    assert [row.ac for row in rows] == ["none", "full", "selective", "50%"]
 
 
 @pytest.mark.parametrize(

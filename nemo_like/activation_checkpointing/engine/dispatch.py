@@ -261,7 +261,7 @@ class ForwardMode(_Mode):
         decision = self.decide_named(label, None if made is None else made.entry.op)
         if decision is None or made is None or made.entry.decision not in (RECOMPUTE, SKIP):
             return
-        self.paused = True  # A copy to the host is no operator of the forward.
+        self.paused = True  # A copy to the host is not an operator of the forward.
         if (out := made.output(tensor)) is not None:
             made.entry.decision, made.entry.label = decision, label
             self.hold(made.entry, out)

@@ -1,4 +1,4 @@
-"""Which operators of a region's forward neither backward nor a recomputed operator reads, from watching one call."""
+"""Find the operators of a region that neither backward nor a recomputed operator reads, by watching one forward."""
 
 import weakref
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Liveness:
     """The operators of one forward as they run, with the tensors that they read and that autograd saves."""
 
     def __init__(self) -> None:
-        # For each operator: its entry (None: it always runs), and the operators that wrote what it reads.
+        # For each operator: its entry (None: it always runs), and the operators that wrote the tensors that it reads.
         self._ops: list[tuple[Kept | None, set[int]]] = []
         # By storage, weakly: an address is used again.
         self._writers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -45,7 +45,7 @@ class Liveness:
         """Return the calls to leave out, by kind; and how many calls of each kind there were.
 
         Args:
-            packs: tensors that autograd saved in all; what ran after the last of them is not recomputed anyway.
+            packs: tensors that autograd saved in all; operators after the last of them are not recomputed anyway.
         """
         counts: dict[Op, int] = {}
         places = list[tuple[Op, int] | None]()

@@ -305,7 +305,7 @@ def _formula(
         job = job_of(question.job, base, question.limit_of, question.asked)
         if known is not None:
             return known.under(job)
-        return Formula(trace(question, batch).query(job), base)
+        return Formula(trace(question, batch).query(job), base, question.between)
     except ValueError as error:
         rejected[str(error).splitlines()[0]] += len(every)
         return None

@@ -48,8 +48,6 @@ from nemo_like.planning.selection.layer import BlockSeconds, fused
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
-# Modes from the fastest, which saves most, to the one that saves least.
-BY_SPEED = ("none", "selective", "full")
 _NARROW = 512  # Columns of a product below which tensor parallelism leaves it whole.
 _HEAD, _LAYER, _END, _STEP = "head", "layer", "end", "step"
 _KINDS = dict.fromkeys(("forward of the head", "loss", "backward of the head"), _HEAD) | {
@@ -113,8 +111,16 @@ class Estimate(NamedTuple):
 class Formula:
     """The formula for one model, by the trace of one layout."""
 
-    def __init__(self, query: PlanQuery, layout: Layout) -> None:
-        """Read the trace of `query`; `layout`: the sizes that it was traced in, in one stage."""
+    def __init__(self, query: PlanQuery, layout: Layout, between: str = "selective") -> None:
+        """Read a trace.
+
+        Args:
+            query: the traced job.
+            layout: the sizes that it was traced in, in one stage.
+            between: the mode between none and full checkpointing: ``selective``, or lists of names as a word.
+        """
+        # Modes from the fastest, which saves most, to the one that saves least.
+        self.modes = ("none", between, "full")
         self.query, self.base = query, layout
         self.stage, self.device = query.stages[0], query.device
         self.part = self.stage.part
@@ -154,8 +160,8 @@ class Formula:
         job, part, rows = self.query.job, self.part, list[tuple[float, ...]]()
         sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
         self.saved = [0.0, 0.0, 0.0]  # Bytes that layers may save, by place.
-        by_mode = {name: torch.zeros(len(BY_SPEED), dtype=torch.float64) for name in _BY_MODE}
-        choices = [part.uniform(mode) for mode in BY_SPEED]
+        by_mode = {name: torch.zeros(len(self.modes), dtype=torch.float64) for name in _BY_MODE}
+        choices = [self.stage.uniform(mode) for mode in self.modes]
         groups = Counter((call.kind, *each) for call, *each in zip(part.traced.calls, *choices))
         for (kind, *chosen), count in groups.items():
             problem = part.problems[kind]
@@ -207,12 +213,12 @@ class Formula:
     def measure(self, loss: str, query: PlanQuery) -> None:
         """Note the highest points of a step with a kind of loss, and the bytes that are reserved above them."""
         self.outer[loss] = query.stages[0].outside().seconds
-        for mode in BY_SPEED:
+        for mode in self.modes:
             self.places[mode, loss] = highest_places(later_step(query, 0, query.uniform(mode), Events()).log)
         if self.device.cuda is None or self.excess:
             return
         # The bytes reserved above the peak are more or less a share of the tensors that come and go in a step.
-        mode = BY_SPEED[-1]
+        mode = self.modes[-1]
         choices = query.uniform(mode)
         peak = max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values()))
         whole = rank_peak(query, 0, choices)
@@ -229,10 +235,10 @@ class Formula:
             sum(
                 count * part.memory(kind, choice, halves=True).between
                 for (kind, choice), count in Counter(
-                    (call.kind, choice) for call, choice in zip(calls, part.uniform(mode))
+                    (call.kind, choice) for call, choice in zip(calls, self.stage.uniform(mode))
                 ).items()
             )
-            for mode in BY_SPEED
+            for mode in self.modes
         ]
         return torch.tensor(sizes, dtype=torch.float64)
 
@@ -299,8 +305,8 @@ class _Columns:
             self.row([not unit_reshards(in_stage(way.fsdp), "layer") for way in ways]) & self.staged
         )
         self.last = self.row([way.sync == "last" for way in ways])
-        self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
-        self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)
+        self.regions = torch.tensor([mode != "none" for mode in formula.modes]).view(1, 1, -1)
+        self.again = torch.tensor([mode == "full" for mode in formula.modes]).view(1, 1, -1)
         # 1 where a backward is cut in two.
         self.halves = self.column([layout.pp > 1 and layout.facts.splits_backward for layout in layouts])
         # Sequences and tokens of a rank, its computing and its hidden states, as multiples of those that were traced.
@@ -550,7 +556,7 @@ def bytes_of(x: _Columns) -> Tensor:
     step = static + (x.gradients + x.temporaries) * behind * ~x.there
     traced_grads = max(1, sum(unit.grad for unit in formula.stage.sharding.all))
     most: list[Tensor] = []
-    for at, mode in enumerate(BY_SPEED):
+    for at, mode in enumerate(formula.modes):
         top = step
         for loss, where in (("model", ~x.chunked), ("chunked", x.chunked)):
             places = formula.places.get((mode, loss), {_HEAD: {}})

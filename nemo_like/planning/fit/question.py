@@ -19,6 +19,7 @@ from nemo_like.options import (
     SCHEDULES,
     CheckpointConfig,
     MemoryBudget,
+    NamedLists,
     PipelineParallel,
     StepSpec,
     did_you_mean,
@@ -103,6 +104,11 @@ class Question:
     def host_memory(self) -> int:
         """Bytes of CPU memory that one rank has."""
         return int(self.job.search.host_memory)
+
+    @property
+    def between(self) -> str:
+        """The mode that is searched between none and full checkpointing: lists of names, if they are pinned."""
+        return next((word for word in self.pins.get("ac", ()) if word not in MODES), "selective")
 
     @property
     def shardings(self) -> list[FSDP2]:
@@ -302,4 +308,20 @@ def _read(name: str, value: Any) -> Any:
     if name in _SWITCHES:
         check_bool(name, value)
         return value
+    if name == "ac" and value.strip()[:1] in ("{", "["):
+        return _lists(value)
     return check_word(name, value, _WORDS[name])
+
+
+def _lists(text: str) -> str:
+    """Return lists of names in the one spelling that they have as a word.
+
+    Raises:
+        ValueError: they are none, or have regions inside of layers.
+    """
+    lists = parse_ac(text)
+    if not isinstance(lists, NamedLists) or not lists.whole:
+        raise ValueError(
+            f"ac is {text!r}; fit counts lists of tensors to save or to offload, and no budget beside them."
+        )
+    return lists.mode

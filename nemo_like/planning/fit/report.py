@@ -1,5 +1,6 @@
 """The answer of a search: the fastest configurations, the bytes, seconds and limit of each, and changes that help."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -564,7 +565,9 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     flags |= {name: changed[name] for name in flags_on("pretrain") if name in changed.keys() - {*flags, "strategy"}}
     if layout.pp == 1 and layout.grad_accum > 1:
         flags["sync"] = job.step.sync
-    options = [f"{flag(name)} {'' if value is True else value}".rstrip() for name, value in flags.items()]
+    options = [
+        f"{flag(name)} {'' if value is True else shlex.quote(str(value))}".rstrip() for name, value in flags.items()
+    ]
     if layout.tp > 1:
         options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
     nodes = -(-layout.gpus // report.question.device.gpus_per_node)

@@ -27,7 +27,7 @@ from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
 from nemo_like.planning.account import account_of
-from nemo_like.planning.fit.formula import BY_SPEED, Formula
+from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import MOVED, SHARDING, Layout, job_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.report import Candidate, host_bytes_of, model_flops
@@ -80,7 +80,7 @@ class Ranking:
     def __init__(self, question: Question, formula: Formula, layouts: Sequence[Layout]) -> None:
         self.question, self.formula, self.layouts = question, formula, list(layouts)
         self.rejected = Counter[str]()
-        self.modes = question.pins.get("ac", (*BY_SPEED, "plan"))
+        self.modes = question.pins.get("ac", (*formula.modes, "plan"))
         self.ways = _ways(question, formula)
         self.estimate = formula.estimate(self.layouts, self.ways)
         tokens = torch.tensor([[layout.sequences * question.seq_len] for layout in self.layouts], dtype=torch.float64)
@@ -143,7 +143,7 @@ class Ranking:
 
     def learn(self, entry: Entry, mode: str, seconds: float, size: int) -> dict[str, float]:
         """Correct the estimates by the plan of a layout; return the factors by which they were off."""
-        at, number = BY_SPEED.index(mode), int(self.classes[entry.layout, entry.way])
+        at, number = self.formula.modes.index(mode), int(self.classes[entry.layout, entry.way])
         off = {}
         for what, real in (("seconds", seconds), ("bytes", float(size))):
             off[what] = real / float(getattr(self.estimate, what)[entry.layout, entry.way, at])
@@ -166,7 +166,7 @@ class Ranking:
 
     def _mixes(self, seconds: Tensor, sizes: Tensor) -> Iterator[Tensor]:
         """Yield seconds (layouts, ways) where it fits: of each mode, and of plans between two neighbours."""
-        limit, modes = float(self.question.limit), BY_SPEED
+        limit, modes = float(self.question.limit), self.formula.modes
         stays = torch.tensor([way.offload == "none" for way in self.ways]).view(1, -1)
         for number, mode in enumerate(modes):
             fits = sizes[..., number] <= limit
@@ -385,14 +385,18 @@ class Search:
     def _usable(self, entry: Entry) -> list[str]:
         """Return the modes that an entry is looked at under, fastest first; full checkpointing stands for a plan."""
         ranking, way = entry.ranking, entry.ranking.ways[entry.way]
-        modes = [mode for mode in BY_SPEED if mode in ranking.modes and (mode != "none" or way.offload == "none")]
+        modes = [
+            mode
+            for mode in ranking.formula.modes
+            if mode in ranking.modes and (mode != "none" or way.offload == "none")
+        ]
         if not modes and "plan" in ranking.modes:
             return ["full"]
-        seconds = dict(zip(BY_SPEED, ranking.corrected_of("seconds", entry)))
+        seconds = dict(zip(ranking.formula.modes, ranking.corrected_of("seconds", entry)))
         return sorted(modes, key=seconds.__getitem__)
 
     def _fits(self, entry: Entry, mode: str) -> bool:
-        sizes = dict(zip(BY_SPEED, entry.ranking.corrected_of("bytes", entry)))
+        sizes = dict(zip(entry.ranking.formula.modes, entry.ranking.corrected_of("bytes", entry)))
         return sizes[mode] <= entry.ranking.question.limit
 
     def under(self, entry: Entry, mode: str) -> PlannedLayout:

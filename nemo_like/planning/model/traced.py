@@ -236,11 +236,11 @@ class TracedPart:
             per_kind = [decided(problem, SelectivePolicy(), "selective") for problem in self.problems]
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
 
-    def by_names(self, asked: NamedLists, names: Mapping[str, str], *, skip: bool, whole: bool = True) -> list[Choice]:
+    def by_names(self, lists: NamedLists, names: Mapping[str, str], *, skip: bool, whole: bool = True) -> list[Choice]:
         """Return the choice of each layer call under lists of names.
 
         Args:
-            asked: the lists.
+            lists: the lists.
             names: names of the layers in the whole model, by those in this part.
             skip: as for `BlockProblem.by_names`.
             whole: this part is the whole model; of a stage nothing is checked.
@@ -249,15 +249,15 @@ class TracedPart:
             ValueError: as `check_lists`.
         """
         layers = {names[layer.fqn]: layer.inner for layer in self.layers if layer.fqn in self.chosen}
-        lists = {fqn: each for each, of_list in check_lists(layers, asked, part=not whole).items() for fqn in of_list}
-        made = dict[tuple[int, NamedList | None], Choice]()
+        of_layer = {fqn: names for names, fqns in check_lists(layers, lists, part=not whole).items() for fqn in fqns}
+        per_kind = dict[tuple[int, NamedList | None], Choice]()
         choices = []
         for call in self.traced.calls:
-            key = call.kind, lists.get(names[call.fqn])
-            if key not in made:
+            key = call.kind, of_layer.get(names[call.fqn])
+            if key not in per_kind:
                 problem = self.problems[call.kind]
-                made[key] = problem.none() if key[1] is None else problem.by_names(key[1], skip=skip)
-            choices.append(made[key])
+                per_kind[key] = problem.none() if key[1] is None else problem.by_names(key[1], skip=skip)
+            choices.append(per_kind[key])
         return self.proved_all(choices)
 
     def policy(self, kind: int, choice: Choice) -> Policy | None:

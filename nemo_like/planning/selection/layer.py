@@ -121,13 +121,13 @@ class BlockProblem:
         # Behind the early stop nothing runs, so there is nothing to decide.
         words = tuple(word if k < reachable else "recompute" for k, word in enumerate(words))
         run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
-        held, moved = (
+        saved, moved = (
             sum(self.records[k].bytes for k, word in enumerate(words) if word == place) for place in ("save", "host")
         )
         exposed = exposed_seconds(moved, self.forward_seconds, self.device) if moved else 0.0
         return Choice(
             label,
-            self.trace.input_bytes + held,
+            self.trace.input_bytes + saved,
             moved,
             sum(self.records[k].flops for k in run),
             sum(self.seconds[k] for k in run) + exposed,
@@ -143,17 +143,17 @@ class BlockProblem:
             return self.full()
         policy, ops = NamedPolicy(names), self.ops()
         decisions = [policy.of_op(record.op, record.names) for record in self.records]
-        held = [
+        stay = [
             op.forced == "save" or (op.forced is None and op.keepable and decision in (SAVE, HOST))
             for op, decision in zip(ops, decisions)
         ]
-        left_out = solver.closure_replay(ops, sum(1 << k for k, each in enumerate(held) if each))[1] if skip else 0
+        left_out = solver.closure_replay(ops, sum(1 << k for k, stays in enumerate(stay) if stays))[1] if skip else 0
         return self.choice(
             [
-                ("host" if decision is HOST else "save") if each else "skip" if left_out >> k & 1 else "recompute"
-                for k, (each, decision) in enumerate(zip(held, decisions))
+                ("host" if decision is HOST else "save") if stays else "skip" if left_out >> k & 1 else "recompute"
+                for k, (stays, decision) in enumerate(zip(stay, decisions))
             ],
-            names=names,
+            names=replace(names, layers=()),  # which layers have it, a plan tells
         )
 
     def full(self) -> Choice:

@@ -142,14 +142,14 @@ def _pairs(points: Sequence[tuple[int, float]], count: int) -> list[State]:
 
 def hull(points: Iterable[tuple[Any, ...]]) -> list[tuple[int, float]]:
     """Return the lower convex hull of (bytes, cost), ascending in bytes and descending in cost, with points on its edges."""
-    found: list[tuple[int, float]] = []
+    ends: list[tuple[int, float]] = []
     for b, c, *_ in sorted(points, key=itemgetter(0, 1)):
-        if found and c >= found[-1][1]:
+        if ends and c >= ends[-1][1]:
             continue
-        while len(found) > 1 and _above(found[-1], found[-2], (b, c)):
-            found.pop()
-        found.append((b, c))
-    return found
+        while len(ends) > 1 and _above(ends[-1], ends[-2], (b, c)):
+            ends.pop()
+        ends.append((b, c))
+    return ends
 
 
 def _above(point: tuple[int, float], left: tuple[int, float], right: tuple[int, float]) -> bool:
