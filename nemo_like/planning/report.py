@@ -245,7 +245,7 @@ class PlanReport:
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
         lines += [
             table.with_note(self.outside.note(unit, self.limit), width),
-            self._lists(row),
+            self._lists(row, width),
             self.what_if_table().text(width) if self.what_if else "",
             paragraph(accuracy_words(), width),
         ]
@@ -253,12 +253,12 @@ class PlanReport:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
         return "\n\n".join(line for line in lines if line)
 
-    def _lists(self, row: ReportRow) -> str:
+    def _lists(self, row: ReportRow, width: int | None) -> str:
         """Return a plan as lists of names, to paste and to edit; empty: `row` is a mode."""
         lists = row.plan.lists
         if row.ac in MODES or lists is None:
             return ""
-        lines = ",\n ".join(json.dumps(names.words) for names in lists.lists)
+        lines = ",\n ".join(paragraph(json.dumps(names.words), width and width - 2) for names in lists.lists)
         return f"The same by names, as --ac or ac= takes it:\n[{lines}]"
 
     def _better(self) -> list[str]:

@@ -335,7 +335,7 @@ MODEL = {
             "plan --model {folder}/config.json --gpu cpu --no-what-if --ac 50% --batch-size 2", "o.toml",
             "2 x 32 tokens",
             (
-                "of torchtitan: --batch-size 1 --seq-len 32 --ac none Planning",
+                "of torchtitan: --batch-size 1 --seq-len 32", "--ac none",
                 "{folder}/o.toml does not have: model = {folder}/config.json",
             ),
             {"batch_size": 2, "seq_len": 32, "ac": "none"},
