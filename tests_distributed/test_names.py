@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import PipelineParallel, TensorParallel, parallelize
+from nemo_like import Job, PipelineParallel, TensorParallel, parallelize
 from nemo_like.activation_checkpointing.engine import region
+from nemo_like.fake_rank import dry_run
+from nemo_like.models import resolve_model
 from tests.models.decoders import batch, build
 from tests_distributed.spawn import run_ranks
 
@@ -73,3 +75,20 @@ def _compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 )
 def test_gradients_are_those_of_no_checkpointing(name: str, options: dict[str, Any]) -> None:
     run_ranks(2, _compare, name, options, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("ac", "options"),
+    [
+        ({"save": ["attention", "self_attn.*_proj"]}, {}),
+        ({"save": ["**.input"]}, {"tp": TensorParallel(2, sequence_parallel=True)}),
+        pytest.param({"save": ["**.input"]}, {"cp": 2}, marks=pytest.mark.long),
+        pytest.param([{"layers": "model.layers.[0-1]", "save": ["matmuls"]}, {"recompute": []}], {}, marks=pytest.mark.long),
+    ],
+)
+def test_a_dry_run_peaks_as_planned_to_the_byte(ac: Any, options: dict[str, Any]) -> None:
+    """The judge runs the job of one rank on fake CUDA tensors: engine, hooks, FSDP2 and two steps."""
+    source = resolve_model("llama-tiny")
+    job = Job.of(gpu="h100-80gb", world_size=4, ac=ac, precision="bf16", **options)
+    checked = dry_run(source.build("meta"), job, source.sample_input(2, 64))
+    assert checked.against == checked.peak_bytes

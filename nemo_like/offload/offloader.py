@@ -351,7 +351,7 @@ class HostPolicy:
         self.policy = policy
         self.keeps_nothing = policy.keeps_nothing
         self.tracked_ops = policy.tracked_ops
-        self.learns = getattr(policy, "learns", False)
+        self.learns, self.strict = getattr(policy, "learns", False), getattr(policy, "strict", True)
 
     def start(self) -> Callable[..., Decision]:
         """The other policy's decisions, with HOST for SAVE."""

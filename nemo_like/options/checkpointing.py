@@ -298,8 +298,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget | NamedLists:
     if not isinstance(ac, str):
         raise TypeError(
             f"ac is {ac!r}, {a_or_an(ac)}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
-            "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object, a CheckpointConfig "
-            "(or its fields as a dict) or lists of names, such as {'save': ['attention']}."
+            "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
+            "(or its fields as a dict), or lists of names, such as {'save': ['attention']}."
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:

@@ -78,14 +78,10 @@ class NamedLists:
         """Read one list as a mapping, or several.
 
         Raises:
-            TypeError: a list of something else.
+            TypeError: names that are not strings.
             ValueError: an unknown key, or a name in two lists.
         """
         entries = [value] if isinstance(value, Mapping) else list(value)
-        if not entries or not all(isinstance(entry, Mapping) for entry in entries):
-            raise TypeError(
-                f"ac is {value!r}; as a list it must hold lists of names, such as {{'save': ['attention']}}."
-            )
         fields = field_names(NamedList)
         for key in (key for entry in entries for key in entry if key not in fields):
             if key == "budget":
@@ -116,7 +112,7 @@ class NamedLists:
 def are_lists(value: object) -> bool:
     """Return whether a value of `ac` is lists of names, and no fields of a `CheckpointConfig`."""
     if isinstance(value, list | tuple):
-        return True
+        return bool(value) and all(isinstance(entry, Mapping) for entry in value)
     return isinstance(value, Mapping) and bool({"save", "offload", "recompute", "budget", "layers"} & set(value))
 
 

@@ -315,6 +315,8 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     else:
         query = _under_plan(model, sample_input, job)
     chosen = None if query.is_pipeline and job.ac_scope != "all" else choices_under(query)
+    if any("host" in choice.decisions for choices in chosen or () for choice in choices):
+        chosen = None  # fake tensors in CPU memory are on the device that they stand for, so that a dry run counts them
     peak = None if chosen is None else rank_peak(query, rank * job.pp.size // job.ranks, chosen).total
     return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
 

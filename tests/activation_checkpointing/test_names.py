@@ -16,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nemo_like
 from nemo_like import parallelize
+from nemo_like._util.forwards import step_of
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed, is_checkpointed
 from nemo_like.activation_checkpointing.engine import region
 from nemo_like.activation_checkpointing.names import matches_layer, regions_of
+from nemo_like.models import resolve_model
 from nemo_like.options import NamedList, NamedLists, parse_ac
 from tests.models.blocks import in_turn
 from tests.models.families import FAMILIES
@@ -274,3 +277,46 @@ def test_compiled_layers_keep_matmuls_and_attention_by_name(backend):
     ):
         assert equal(run(ac), without)
         assert saved[str(ac)] - saved[str(nothing)] == config.num_hidden_layers * rows * width * 4
+
+
+def test_adapters_have_names_of_their_own():
+    peft = pytest.importorskip("peft")
+
+    def build():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+        return peft.get_peft_model(LLAMA.build(), config).train()
+
+    def run(ac):
+        model = parallelize(build(), "single", ac=ac, precision=None)
+        grads = []
+        for _ in range(3):
+            model.zero_grad()
+            LLAMA.step(model).backward()
+            grads += [p.grad for p in model.parameters() if p.grad is not None]
+        return grads
+
+    without = run("none")
+    for ac in (
+        {"save": ["self_attn.q_proj", "mlp.up_proj.base_layer"]},
+        {"save": ["**.lora_A.default", "attention"], "offload": ["mlp.up_proj"]},
+        {"recompute": ["mlp"]},
+    ):
+        grads = run(ac)
+        assert grads and len(grads) == len(without) and all(map(torch.equal, grads, without)), ac
+
+
+@pytest.mark.parametrize("ac", ["50%", {"save": ["mlp.act_fn", "attention.q"]}])
+def test_a_plan_of_two_lists_compiles_two_graphs_of_a_kind(ac):
+    """Also lists with names that no graph has, where a sample input shows the plan which operators these are."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = resolve_model("llama-tiny").build("cpu")  # of four layers
+    batch = resolve_model("llama-tiny").sample_input(1, 16)
+    layers = model.model.layers
+    model = parallelize(model, "single", ac=ac, precision=None, compile="aot_eager", sample_input=batch)
+    model(**batch).loss.backward()
+    policies = {step_of(layer, Checkpointed).policy if is_checkpointed(layer) else None for layer in layers}
+    assert len(policies) == (2 if ac == "50%" else 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(policies)

@@ -157,7 +157,9 @@ def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: st
     query, ids = _asked(OffloadConfig("none"), host=True)
     kinds = [part_of(query).problems[call.kind] for call in part_of(query).traced.calls]
     choices = [
-        kind.on_host(choice) if choice.decisions and not choice.host_bytes else choice
+        kind.choice(["host" if word == "save" else word for word in choice.decisions], choice.label)
+        if choice.decisions and not choice.host_bytes
+        else choice
         for kind, choice in zip(kinds, _choices(query, mode)[0])
     ]
     assert any(choice.host_bytes for choice in choices)

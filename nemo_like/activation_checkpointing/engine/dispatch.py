@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.log import warn_once
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.rng import rng_state, set_rng_state
-from nemo_like._util.tensors import SEQUENCES, storages, tensors_in, versions
+from nemo_like._util.tensors import SEQUENCES, is_wrapped, storages, tensors_in, versions
 from nemo_like.activation_checkpointing import names, ops
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
@@ -34,7 +34,7 @@ from nemo_like.activation_checkpointing.engine.handles import (
     private_copy,
 )
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.liveness import Liveness
+from nemo_like.activation_checkpointing.engine.liveness import Liveness, storage_of
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -133,7 +133,9 @@ class _Made:
     def of(cls, entry: Kept, out: Any) -> _Made | None:
         """Note an output; None: it is of no kind that gets names."""
         first: Any = out[0] if isinstance(out, SEQUENCES) and out else out
-        if type(first) is not Tensor and not isinstance(first, DTensor):
+        if not isinstance(first, Tensor) or (is_wrapped([type(first)]) and not isinstance(first, DTensor)):
+            return None  # a number; a tensor in a format of its own
+        if storage_of(first) is None:
             return None
         local = local_part(first)
         whole = None
@@ -249,7 +251,7 @@ class ForwardMode(_Mode):
             self.liveness.ran(func, entry, args, kwargs, out)
         # A call that draws is made again, in order: whether later ones drew is not known when its output gets a name.
         if entry.decision in (RECOMPUTE, SKIP) and not ops.draws(func, args, kwargs) and (made := _Made.of(entry, out)):
-            self.made[local_part(tensors_in(out)[0]).untyped_storage()] = made
+            self.made[storage_of(tensors_in(out)[0])] = made
         for tensor, label in names.operands_of(func, self.counts[id(func)] - 1, args):
             self.named(tensor, label)
 
@@ -257,7 +259,8 @@ class ForwardMode(_Mode):
         """`tensor` has a name: if the policy keeps that, keep the output of the call that made it."""
         if self.paused or self.decide_named is None or not isinstance(tensor, Tensor):
             return
-        made = self.made.get(local_part(tensor).untyped_storage())
+        storage = storage_of(tensor)
+        made = None if storage is None else self.made.get(storage)
         decision = self.decide_named(label, None if made is None else made.entry.op)
         if decision is None or made is None or made.entry.decision not in (RECOMPUTE, SKIP):
             return

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_like._util.op_lookup import Op
@@ -12,6 +13,12 @@ from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.handles import Kept
 from nemo_like.activation_checkpointing.policy import RECOMPUTE
 from nemo_like.torch_compat import local_part
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Return the storage of this rank's part of a tensor; None: its layout has none of its own (sparse, mkldnn)."""
+    local = local_part(tensor)
+    return local.untyped_storage() if local.layout is torch.strided else None
 
 
 class Liveness:
@@ -23,15 +30,20 @@ class Liveness:
         # By storage, weakly: an address is used again.
         self._writers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._saved: set[int] = set()  # Operators that made a tensor that autograd saves.
-        self._wrapped = False  # A placeholder can't replace a DTensor: nothing is left out then.
+        # True where nothing is left out: a placeholder can't replace a DTensor, and who reads a sparse tensor is not seen.
+        self._unknown = False
 
     def _of(self, tensor: Tensor) -> list[int]:
-        return self._writers.setdefault(local_part(tensor).untyped_storage(), [])
+        storage = storage_of(tensor)
+        if storage is None:
+            self._unknown = True
+            return []
+        return self._writers.setdefault(storage, [])
 
     def ran(self, op: Op, entry: Kept | None, args: Any, kwargs: Any, out: Any) -> None:
         """Note a call; `entry`: of one with a decision."""
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
-        self._wrapped = self._wrapped or is_wrapped(map(type, (*inputs, *outputs)))
+        self._unknown = self._unknown or is_wrapped(map(type, (*inputs, *outputs)))
         entry, index = entry if outputs else None, len(self._ops)  # one without tensors always runs
         self._ops.append((entry, {writer for tensor in inputs for writer in self._of(tensor)}))
         for tensor in (*(outputs if entry is not None else ()), *ops.written_tensors(op, args, kwargs)):
@@ -65,6 +77,6 @@ class Liveness:
         dropped: dict[Op, set[int]] = {}
         for index, ((entry, _), place) in enumerate(zip(self._ops, places, strict=True)):
             reachable = entry is not None and entry.decision is RECOMPUTE and entry.packs_before < packs
-            if reachable and place is not None and index not in runs and not self._wrapped:
+            if reachable and place is not None and index not in runs and not self._unknown:
                 dropped.setdefault(place[0], set()).add(place[1])
         return {op: frozenset(calls) for op, calls in dropped.items()}, counts
