@@ -27,7 +27,7 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import did_you_mean
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision, Misfit
-from nemo_like.options.names import WORDS, NamedList, NamedLists
+from nemo_like.options.names import NUMBERED, WORDS, NamedList, NamedLists
 from nemo_like.torch_compat import local_part, module_of_node
 
 _here = threading.local()  # The listener of this thread: no context variable, which a recomputation would restore.
@@ -113,7 +113,7 @@ _SMALL = 64  # A statistic has at most this part of the bytes of the layer's inp
 
 @functools.cache
 def _word_of_kind(op: Op) -> str:
-    return next((word for word in ("attention", "matmuls", "experts") if op in ops.named_ops(word)), "")
+    return next((word for word in ("attention", "matmuls", *NUMBERED) if op in ops.named_ops(word)), "")
 
 
 class Hidden(NamedTuple):
@@ -133,7 +133,7 @@ def words_of(op: Op, nth: int, args: tuple[Any, ...], out: Any, hidden: Hidden |
     """Return the words for the output of the n-th call of an operator, out of `WORDS`."""
     word = _word_of_kind(op)
     if word or hidden is None:
-        return (word, f"experts.{nth + 1}") if word == "experts" else (word,) if word else ()
+        return (word, f"{word}.{nth + 1}") if word in NUMBERED else (word,) if word else ()
     if op is _ADD and all(isinstance(t, Tensor) and local_part(t).shape == hidden.shape for t in args[:2]):
         return ("residual",)
     size = sum(local_part(tensor).nbytes for tensor in tensors_in(out))
@@ -145,7 +145,7 @@ def operands_of(op: Op, nth: int, args: tuple[Any, ...]) -> list[tuple[Tensor, s
     word = _word_of_kind(op)
     if word == "attention":
         return list(zip(args, ("attention.q", "attention.k", "attention.v")))
-    return [(args[0], f"experts.{nth + 1}.input")] if word == "experts" else []
+    return [(args[0], f"{word}.{nth + 1}.input")] if word in NUMBERED else []
 
 
 class NamedPolicy:

@@ -291,12 +291,12 @@ def attention_ops() -> frozenset[Op]:
     return _present(name for name, row in _ROWS.items() if row.attention)
 
 
-@functools.cache
 def named_ops(word: str) -> frozenset[Op]:
-    """The operators that a word of `nemo_like.options.names.WORDS` means whoever calls them; empty: it means none."""
+    """The operators that a word of `nemo_like.options.names.WORDS` means whoever calls them, of those that there are."""
     matmuls = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten._scaled_mm.default")
     names = {
         "matmuls": (*matmuls, "aten._scaled_mm_v2.default"),
+        "exchanges": ("nemo_like.exchange_rows.default",),
         "experts": tuple(
             f"aten._{kind}.default" for kind in ("grouped_mm", "scaled_grouped_mm", "scaled_grouped_mm_v2")
         ),

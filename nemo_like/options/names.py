@@ -9,13 +9,14 @@ from typing import Any
 
 from nemo_like._util.words import did_you_mean, field_names
 
+NUMBERED = ("experts", "exchanges")  # Words of which the first, second and third call of a layer have names, too.
 WORDS = (
-    *("attention", "matmuls", "experts", "statistics", "residual", "attention.q", "attention.k", "attention.v"),
-    *(f"experts.{product}{operand}" for product in (1, 2, 3) for operand in ("", ".input")),
+    *("attention", "matmuls", *NUMBERED, "statistics", "residual", "attention.q", "attention.k", "attention.v"),
+    *(f"{word}.{call}{operand}" for word in NUMBERED for call in (1, 2, 3) for operand in ("", ".input")),
 )
-"""Names that every model has. Results of attention's kernel, of plain matmuls, of grouped ones (all, and the first, second
-and third of a layer); results of at most a 64th of the bytes of the layer's input, such as the mean of a norm; sums of two
-tensors of that input's shape; operands of attention's kernel and of grouped matmuls."""
+"""Names that every model has. Results of attention's kernel, of plain matmuls, of grouped ones, and of exchanges of tokens
+between ranks; of the last two also by number. Results of at most a 64th of the bytes of the layer's input, such as means of
+norms. Sums of two tensors of that input's shape. Operands of these kernels."""
 
 
 @dataclass(frozen=True)
