@@ -102,12 +102,6 @@ from nemo_like.options import (
     MemoryBudget as MemoryBudget,
 )
 from nemo_like.options import (
-    NamedList as NamedList,
-)
-from nemo_like.options import (
-    NamedLists as NamedLists,
-)
-from nemo_like.options import (
     OffloadConfig as OffloadConfig,
 )
 from nemo_like.options import (

@@ -65,6 +65,7 @@ PATHS = {
 }
 """The contract's, by the path that does not change."""
 ELSEWHERE = (
+    "name",
     "ActivationCheckpointTransform",
     "CheckpointWrapper",
     "DryRun",
