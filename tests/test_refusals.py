@@ -273,7 +273,7 @@ _COMMANDS = {
     f"plan {_TINY} --imbalance 1.5": "imbalance is 1.5, and ep is 1: every rank has all experts",
     f"plan {_TINY} --memory much": "--memory is 'much', which is not a number of bytes",
     f"plan {_TINY} --host --host-memory much": "--host-memory is 'much', which is not a number of bytes",
-    f"plan {_TINY} --ac much": "--ac is 'much', which is not a number of bytes",
+    f"plan {_TINY} --ac much": "--ac is 'much'; it must be one of none, full",
     f"plan {_TINY} --ac 40": "--ac is '40', without a unit. Write '40GiB' or '40%'.",
     f"plan {_TINY} --ac 42949672960": "--ac is '42949672960', without a unit. Write '42949672960B'.",
     f"plan {_TINY} --memory 40": "--memory is '40', without a unit. Write '40GiB'.",

@@ -227,7 +227,10 @@ def _check_rank(args: argparse.Namespace, job: Job, model: torch.nn.Module, samp
 def _check(args: argparse.Namespace) -> None:
     """Raise for errors that would only show after planning: budgets, and options that nothing reads."""
     for ac in args.ac:
-        parse_ac(ac)
+        try:
+            parse_ac(ac)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--{error}") from None  # which begins with "ac"
     if args.calibrate_from is None:
         refuse_unread(args, ["ran_with", "gpu_file"], "that takes --calibrate-from.")
     elif args.ran_with is None:
