@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_like import Job, parallelize
+from nemo_like import Job, parallelize, predict
 from nemo_like._util.table import percent
 from nemo_like.cli import main
 from nemo_like.models import text_batch
@@ -274,6 +274,20 @@ def test_the_first_screen_and_its_picture_are_what_the_command_reports(
         assert letters == "".join(letter * round(size / 2**30) for letter, size in zip("sal", sizes))
         assert peak == f"{rows[name]['peak_bytes'] / 2**30:.1f}"
         assert cost == (f"{percent(rows[name]['slower'])} slower" if rows[name]["fits"] else "does not fit")
+
+
+@pytest.mark.long  # 10 s
+def test_prices_of_lists_are_those_that_a_plan_has() -> None:
+    """The README's and the how-to page's, by one report; the planner's judges are dry runs and brute forces."""
+    pages = [(ROOT / "README.md").read_text(), (ROOT / "docs" / "how-to" / "names.md").read_text()]
+    readme = {ac: (ms, gib) for ac, ms, gib in re.findall(r"^\| `([{\"].*?)` \| ([\d,]+) \| ([\d.]+) \|$", pages[0], re.M)}
+    page = re.findall(r"^\| `([{\"].*?)` \| ([\d.]+) \| [\d.]+ \| ([\d,]+) \|$", pages[1], re.M)
+    written = {ac: (ms, gib) for ac, gib, ms in page}
+    assert len(readme) == 3 and len(written) == 7 and readme.items() <= written.items()
+    asked = [ac for ac in written if ac.startswith("{")]
+    report = predict("llama3-8b", gpu="h100-80gb", gpus=8, seq_len=8192, loss="chunked", rows=asked)
+    rows = {row.ac: (f"{1e3 * row.seconds:,.0f}", f"{row.need.bytes / 2**30:.1f}") for row in report.rows}
+    assert {ac: rows[ac.strip('"')] for ac in written} == written
 
 
 def test_the_readme_has_rows_of_the_page_of_modes() -> None:

@@ -92,9 +92,8 @@ def kinds_for(policy: Policy) -> Kinds:
         _kinds[key] = Kinds(key)
     for number in [number for number, (reference, _) in _kinds_of.items() if reference() is None]:
         del _kinds_of[number]
-    if getattr(type(policy), "__weakrefoffset__", 0) and not getattr(
-        policy, "learns", False
-    ):  # else a class with slots of its own: asked each time
+    stays = not getattr(policy, "learns", False)  # One that learns changes its operators: asked each time.
+    if stays and bool(getattr(type(policy), "__weakrefoffset__", 0)):  # else a class with slots of its own: the same
         _kinds_of[id(policy)] = weakref.ref(policy), _kinds[key]
     return _kinds[key]
 
@@ -178,8 +177,10 @@ class ForwardMode(_Mode):
         self.inputs: SavedInputs | None = None
         self.decide_named: Callable[[str, Op | None], Decision | None] | None = getattr(decide, "named", None)
         self.liveness = Liveness() if getattr(decide, "learns", False) else None
-        # Outputs that may get a name, by the storage of the first tensor.
-        self.made: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
+        if self.decide_named is not None:  # else it costs each region of the other policies
+            # Outputs that may get a name, by the storage of the first tensor.
+            self.made: weakref.WeakKeyDictionary[Any, _Made] = weakref.WeakKeyDictionary()
+            self._hearing = names.heard_by(self)
 
     def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = self.passing(id(func))  # most of them are, and this is the cost of checkpointing small layers
@@ -271,13 +272,14 @@ class ForwardMode(_Mode):
         self.paused = False
 
     def __enter__(self) -> Any:
-        self._hearing = names.heard_by(self if self.decide_named is not None else None)
-        self._hearing.__enter__()
+        if self.decide_named is not None:
+            self._hearing.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._hearing.__exit__(*error)
+        if self.decide_named is not None:
+            self._hearing.__exit__(*error)
 
     def finish(self) -> None:
         """Call at the end of forward: where it did not fit the decisions, recompute the outputs that were to be
