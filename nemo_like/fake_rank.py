@@ -75,7 +75,7 @@ class DryRun:
     (`nemo_like.planning.memory_model.storage_ledger.PARTS`)."""
     against: int | None
     """The bytes that the planner predicts for the same rank of the same job, by the same rules; None where no plan is made
-    of such a job, as of ``ac="submodule"``."""
+    of such a job, as of ``ac="sequential"``."""
 
     @property
     def peak(self) -> tuple[StepMoment, Level]:

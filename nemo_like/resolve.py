@@ -1,7 +1,7 @@
 """`resolve`: whatever the caller wrote, as a list of `CheckpointSpec`. Nothing here changes the model."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,14 @@ from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import refuse_checkpointed
 from nemo_like.activation_checkpointing.names import NamedPolicy, check_lists, regions_of
 from nemo_like.activation_checkpointing.plan import Plan, plan_specs
-from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, named_ops_policy
+from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import (
     CheckpointSpec,
     How,
     chunks_of_calls,
+    policy_of,
     segments_of,
-    submodules_to_checkpoint,
+    submodule_lists,
 )
 from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.expert.split_experts import Experts, check_experts
@@ -33,8 +34,8 @@ from nemo_like.job import Job
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers, is_frozen, select_layers
 from nemo_like.layers.groups import group_of
 from nemo_like.losses.model_loss import check_head
-from nemo_like.offload import placed_on_host
-from nemo_like.options import CheckpointConfig, MemoryBudget, NamedLists, did_you_mean, parse_ac
+from nemo_like.offload import place_decisions, placed_on_host
+from nemo_like.options import CheckpointConfig, MemoryBudget, NamedList, NamedLists, did_you_mean, parse_ac
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.profiling.profile_report import MB
 
@@ -125,7 +126,7 @@ def resolve(
     """
     # Graphs in the making have few names; a plan finds the others.
     planned = MemoryBudget if job.compile is None or sample_input is None else MemoryBudget | NamedLists
-    if isinstance(job.ac, planned) and getattr(job.ac, "whole", True):
+    if isinstance(job.ac, planned):
         _check_budget(model, job.ac, sample_input)
         from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
@@ -146,9 +147,9 @@ def resolve(
     else:
         assert isinstance(job.ac, CheckpointConfig)
         specs = config_specs(model, chosen, job.ac, _measured_bytes(model, job.ac, sample_input))
-    if job.offload.mode != "none":
-        specs = placed_on_host(specs, [layer.fqn for layer in layers], job.offload)
-    return job, specs
+    names = [layer.fqn for layer in layers]
+    specs = place_decisions(specs, names)
+    return job, specs if job.offload.mode == "none" else placed_on_host(specs, names, job.offload)
 
 
 def _check_budget(model: nn.Module, budget: MemoryBudget | NamedLists, sample_input: object) -> None:
@@ -184,7 +185,9 @@ def config_specs(
     if not narrowed:
         return []
     names = [layer.fqn for layer in narrowed]
-    how = How(policy=_policy(config), use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state)
+    how = How(
+        policy=policy_of(config), use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state
+    )
     through_cache = kv_sharing.needs_cache(model)
     if through_cache and config.mode != "submodule":
         warn_once(
@@ -193,7 +196,8 @@ def config_specs(
         )
         how["policy"] = FullPolicy()
     if through_cache or config.mode == "submodule":
-        names = _submodule_names(narrowed, skip_attention=through_cache)
+        modules = {layer.fqn: layer.module for layer in narrowed}
+        names = [name for _, _, name in _regions(modules, submodule_lists(modules, skip_attention=through_cache))]
     elif config.mode == "sequential":
         return [spec for stack in _stacks(narrowed) for spec in _segments(stack, config, saved_bytes, how)]
     return [CheckpointSpec((name,), **how) for name in names]
@@ -210,14 +214,29 @@ def named_specs(
         ValueError: as `check_lists`.
     """
     modules = {layer.fqn: layer.module for layer in layers}
+    # Dynamo compiles a layer again for each object that it meets; else each region has one, which learns of it.
+    policies: dict[tuple[NamedList, str], Policy] = {}
     specs = list[CheckpointSpec]()
-    for names, fqns in check_lists(modules, lists, compiler, part=part).items():
-        shared = NamedPolicy(names, compiled=True)  # Dynamo compiles a layer again for each object that it meets
-        for fqn in fqns:
-            policy = FullPolicy() if not names.names else shared if compiler else NamedPolicy(names)
-            regions = regions_of(names, modules[fqn])
-            specs += [CheckpointSpec((join(fqn, region) if region else fqn,), policy, layer=fqn) for region in regions]
+    for names, fqn, region in _regions(modules, lists, compiler, part=part):
+        key = names, "" if compiler else region
+        if key not in policies:
+            policies[key] = NamedPolicy(names, compiled=compiler is not None) if names.names else FullPolicy()
+        specs.append(CheckpointSpec((region,), policies[key], layer=fqn))
     return specs
+
+
+def _regions(
+    layers: Mapping[str, nn.Module], lists: NamedLists, compiler: str | None = None, *, part: bool = False
+) -> Iterator[tuple[NamedList, str, str]]:
+    """Yield each region with its list and the name of its layer; a module that several layers have is one region."""
+    seen: set[nn.Module] = set()
+    for names, fqns in check_lists(layers, lists, compiler, part=part).items():
+        for fqn in fqns:
+            inside = dict(bare_modules(layers[fqn]))
+            for path in regions_of(names, layers[fqn]):
+                if inside[path] not in seen:
+                    seen.add(inside[path])
+                    yield names, fqn, join(fqn, path) if path else fqn
 
 
 def _stacks(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
@@ -239,42 +258,6 @@ def _segments(
         count = min(count, len(names))  # it was asked for with the layers that train in mind
     weights = None if saved_bytes is None else [saved_bytes.get(name, 0) for name in names]
     return segments_of(names, count, weights, **how)
-
-
-def _policy(config: CheckpointConfig) -> Policy:
-    """Return the policy for the outputs that the config saves inside a region."""
-    if config.policy is not None:
-        return config.policy
-    if config.mode != "selective":
-        return FullPolicy()
-    if config.ops_to_save is None:
-        return SelectivePolicy()
-    return named_ops_policy(config.ops_to_save)
-
-
-def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[str]:
-    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (logged once).
-
-    Raises:
-        ValueError: no layer has any.
-    """
-    inside = {layer: submodules_to_checkpoint(layer.module) for layer in layers}
-    without = [type(layer.inner).__name__ for layer, names in inside.items() if not names]
-    if len(without) == len(layers):
-        raise ValueError(
-            f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
-            "recompute whole layers."
-        )
-    if without:
-        warn_once(
-            f"ac='submodule' was asked for; {', '.join(dict.fromkeys(without))} has no MLP, attention or norm sub-module "
-            "and keeps its activations."
-        )
-    names: dict[nn.Module, str] = {}
-    for layer in layers:
-        for name in submodules_to_checkpoint(layer.module, skip_attention=skip_attention):
-            names.setdefault(layer.inner.get_submodule(name), join(layer.fqn, name))
-    return list(names.values())
 
 
 def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | NamedLists | Plan) -> None:

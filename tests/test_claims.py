@@ -283,7 +283,7 @@ def test_prices_of_lists_are_those_that_a_plan_has() -> None:
     readme = {ac: (ms, gib) for ac, ms, gib in re.findall(r"^\| `([{\"].*?)` \| ([\d,]+) \| ([\d.]+) \|$", pages[0], re.M)}
     page = re.findall(r"^\| `([{\"].*?)` \| ([\d.]+) \| [\d.]+ \| ([\d,]+) \|$", pages[1], re.M)
     written = {ac: (ms, gib) for ac, gib, ms in page}
-    assert len(readme) == 3 and len(written) == 7 and readme.items() <= written.items()
+    assert len(readme) == 4 and len(written) == 8 and readme.items() <= written.items()
     asked = [ac for ac in written if ac.startswith("{")]
     report = predict("llama3-8b", gpu="h100-80gb", gpus=8, seq_len=8192, loss="chunked", rows=asked)
     rows = {row.ac: (f"{1e3 * row.seconds:,.0f}", f"{row.need.bytes / 2**30:.1f}") for row in report.rows}

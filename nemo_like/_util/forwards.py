@@ -15,6 +15,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, MethodType
 from typing import Any, ClassVar, TypeVar
@@ -90,6 +91,17 @@ class Forward:
         else:
             outer.inner = self
         return self
+
+    @contextmanager
+    def in_place(self: Step) -> Iterator[Step]:
+        """Put this object in the chain, and take the chain that was there before when the context ends."""
+        before = vars(self.module).get("forward")
+        try:
+            yield self.put()
+        finally:
+            vars(self.module).pop("forward", None)
+            if before is not None:
+                self.module.forward = before
 
     @property
     def __signature__(self) -> inspect.Signature:

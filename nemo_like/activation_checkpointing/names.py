@@ -151,13 +151,13 @@ def operands_of(op: Op, nth: int, args: tuple[Any, ...]) -> list[tuple[Tensor, s
 class NamedPolicy:
     """Policy that keeps the outputs with the names of a list; the rest of a region is recomputed.
 
-    Each layer has one, which learns of that layer (rules 2 and 3); layers that are compiled share one, which learns nothing.
+    Each region has one, which learns of it (rules 2 and 3); those of compiled layers share one, which learns nothing.
     """
 
     keeps_nothing, strict, word = False, False, "named"
 
     def __init__(self, names: NamedList, compiled: bool = False) -> None:
-        self.names, self.learns = names, not compiled
+        self.names, self.learns, self.moves = names, not compiled, bool(names.offload)
         self.met: set[str] = set()  # Names that tensors had in a forward.
         self.stay: set[str] = set()  # Those of them that were kept.
         self.tracked: frozenset[Op] | None = None  # Kinds of operators that it looks at; None: all.

@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import bare_modules
+from nemo_like._util.module_tree import bare_modules, join
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.options.names import NamedList, NamedLists
 
 FORMAT = 1
@@ -51,6 +50,15 @@ class LayerPlan:
     """Op name → decision of each invocation; None: the layer is not a region. All attention kernels share one row."""
     names: Mapping[str, Sequence[str]] | None = None
     """The list of names that makes these decisions; None: they have another origin."""
+    regions: Mapping[str, Mapping[str, Sequence[str]]] | None = None
+    """Path of a module in it → its `decisions`, where these are regions; None: the layer itself is one, or none is."""
+
+    def policies(self) -> dict[str, Policy]:
+        """The policies of its regions by name."""
+        policy = self.policy()
+        if self.regions is None:
+            return {} if policy is None else {self.fqn: policy}
+        return {join(self.fqn, path): _policy(rows) for path, rows in self.regions.items()}
 
     def policy(self) -> Policy | None:
         """The engine's policy for this layer; None: no region.
@@ -59,7 +67,11 @@ class LayerPlan:
         """
         if self.decisions is None:
             return None
-        return DecisionTable.from_json(self.decisions, strict=False) if self.decisions else FullPolicy()
+        return _policy(self.decisions)
+
+
+def _policy(rows: Mapping[str, Sequence[str]]) -> Policy:
+    return DecisionTable.from_json(rows, strict=False) if rows else FullPolicy()
 
 
 @dataclass(frozen=True)
@@ -133,17 +145,17 @@ class Plan:
         ]
         return NamedLists(tuple(lists))
 
-    def policies(self) -> dict[str, Policy | None]:
-        """Policy of each layer by name; None: leave the layer alone.
+    def policies(self) -> dict[str, Policy]:
+        """Policy of each region by name.
 
         Layers that keep the same have one object: Dynamo compiles a layer again for each object that it meets.
         """
         shared: dict[Policy, Policy] = {}
-        policies: dict[str, Policy | None] = {}
-        for layer in self.layers:
-            policy = layer.policy()
-            policies[layer.fqn] = None if policy is None else shared.setdefault(policy, policy)
-        return policies
+        return {
+            name: shared.setdefault(policy, policy)
+            for layer in self.layers
+            for name, policy in layer.policies().items()
+        }
 
     def say_other_device(self, device_type: str) -> None:
         """Warn once where the plan was traced for another type of device than the model runs on."""
@@ -249,7 +261,7 @@ class Plan:
         plan = cls(layers=layers, **{k: v for k, v in body.items() if k not in ("format", "decisions", "layers")})
         for layer in plan.layers:
             try:
-                layer.policy()
+                layer.policies()
             except ValueError as error:
                 raise PlanError(f"Layer {layer.fqn!r} of the plan: {error}") from error
         if model is not None:
@@ -276,9 +288,7 @@ def layer_globs(names: Sequence[str]) -> list[str]:
     return globs + [f"{h}{a}{t}" if a == b else f"{h}[{a}-{b}]{t}" for h, a, b, t in spans]
 
 
-def plan_specs(
-    model: nn.Module, plan: Plan, device_type: str, transfer: Transfer | None = None
-) -> list[CheckpointSpec]:
+def plan_specs(model: nn.Module, plan: Plan, device_type: str) -> list[CheckpointSpec]:
     """The regions of `plan` on `model`, which is not changed. A layer that is in several places is one region.
 
     Raises:
@@ -289,8 +299,7 @@ def plan_specs(
     modules = dict(bare_modules(model))
     specs: dict[nn.Module, CheckpointSpec] = {}
     for name, policy in plan.policies().items():
-        if policy is not None:
-            specs.setdefault(modules[name], CheckpointSpec((name,), policy, transfer))
+        specs.setdefault(modules[name], CheckpointSpec((name,), policy))
     return list(specs.values())
 
 

@@ -239,6 +239,7 @@ class DecisionTable:
         # The attention kernels that the one row of attention is for, besides the listed one.
         other_kernels = table.attention_ops() if self._kernel is not None else frozenset()
         self._tracked = frozenset(self.decisions) | table.pinned_ops() | other_kernels
+        self.moves = any(HOST in row for row in self.decisions.values())
 
     def tracked_ops(self) -> Collection[Op]:
         """The operators that have a row, and those that must never be recomputed."""

@@ -5,19 +5,32 @@ Nothing here looks into a model or changes one: `nemo_like.activation_checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypedDict, Unpack
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare_children, join
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare, bare_children, join
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.words import check_fields, setting
 from nemo_like.activation_checkpointing.ops import routing_ops
-from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy, parts_of
+from nemo_like.activation_checkpointing.policy import (
+    HOST,
+    SAVE,
+    Decide,
+    Decision,
+    FullPolicy,
+    Policy,
+    SelectivePolicy,
+    named_ops_policy,
+    parts_of,
+)
 from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.options import CheckpointConfig
+from nemo_like.options.names import NamedList, NamedLists
 
 KEEP_NOTHING = FullPolicy()
 
@@ -171,6 +184,11 @@ class KeepRouting:
         return getattr(self.inner, "strict", True)
 
     @property
+    def moves(self) -> bool:
+        """As `inner`."""
+        return getattr(self.inner, "moves", False)
+
+    @property
     def learns(self) -> bool:
         """As `inner`."""
         return getattr(self.inner, "learns", False)
@@ -214,7 +232,47 @@ def _holds(member: str, names: Collection[str]) -> bool:
     return any(name == member or name.startswith(f"{member}.") for name in names)
 
 
+def policy_of(config: CheckpointConfig) -> Policy:
+    """Return the policy for the outputs that a config saves inside a region."""
+    if config.policy is not None:
+        return config.policy
+    if config.mode != "selective":
+        return FullPolicy()
+    return SelectivePolicy() if config.ops_to_save is None else named_ops_policy(config.ops_to_save)
+
+
 # Which sub-modules of a layer are recomputed one by one: its norms, attentions and MLPs.
+
+
+def submodule_lists(layers: Mapping[str, nn.Module], *, skip_attention: bool = False) -> NamedLists:
+    """Return ``submodule`` as lists of names. Layers that have no such module are in none of them (logged once).
+
+    Args:
+        layers: the layers by name.
+        skip_attention: as for `submodules_to_checkpoint`.
+
+    Raises:
+        ValueError: no layer has any.
+    """
+    inside = {name: submodules_to_checkpoint(layer) for name, layer in layers.items()}
+    without = [type(bare(layers[name])).__name__ for name, paths in inside.items() if not paths]
+    if len(without) == len(layers):
+        raise ValueError(
+            f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
+            "recompute whole layers."
+        )
+    if without:
+        warn_once(
+            f"ac='submodule' was asked for; {', '.join(dict.fromkeys(without))} has no MLP, attention or norm sub-module "
+            "and keeps its activations."
+        )
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, layer in layers.items() if skip_attention else ():
+        inside[name] = submodules_to_checkpoint(layer, skip_attention=True)
+    for name, paths in inside.items():
+        if paths:
+            alike.setdefault(tuple(paths), []).append(name)
+    return NamedLists(tuple(NamedList(recompute=paths, layers=tuple(names)) for paths, names in alike.items()))
 
 
 def submodules_to_checkpoint(layer: nn.Module, *, skip_attention: bool = False) -> list[str]:

@@ -20,9 +20,6 @@ class Transfer(Protocol):
     def to_host(self, tensor: Tensor) -> WaitingTensor:
         """Start the copy. The caller may drop the tensor at once."""
 
-    def prefetch(self, handle: WaitingTensor) -> None:
-        """Start the way back, so that a `get` soon after need not wait."""
-
     # Optional: `before_change(handle)`, called before the source of a copy is changed in place: whatever the caller does
     # next on its stream must come after the copy has read its source.
 
@@ -48,6 +45,3 @@ class SynchronousTransfer:
     def to_host(self, tensor: Tensor) -> WaitingTensor:
         """Copy `tensor` to CPU memory (a copy of its own even where it is there already)."""
         return _Copy(tensor.detach().to("cpu", copy=True), tensor.device)
-
-    def prefetch(self, handle: WaitingTensor) -> None:
-        """Nothing to start."""

@@ -2,16 +2,19 @@
 
 from nemo_like.offload.mover import OffloadStats
 from nemo_like.offload.offloader import (
+    HostDecisions,
     HostPolicy,
     Offloader,
     Offloading,
     apply_offloading,
     offload_activations,
     offloader_of,
+    place_decisions,
     placed_on_host,
 )
 
 __all__ = [
+    "HostDecisions",
     "HostPolicy",
     "OffloadStats",
     "Offloader",
@@ -19,5 +22,6 @@ __all__ = [
     "apply_offloading",
     "offload_activations",
     "offloader_of",
+    "place_decisions",
     "placed_on_host",
 ]

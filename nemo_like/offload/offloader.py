@@ -11,6 +11,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -47,7 +48,7 @@ PART = "less than half of its storage"
 class Offloader:
     """Decides where each saved tensor waits, and counts: see `offload_activations`.
 
-    `stats` are live. An engine's HOST decisions go through `to_host`, `prefetch` and `before_change` (its `Transfer`).
+    `stats` are live. An engine's HOST decisions go through `to_host` and `before_change` (its `Transfer`).
 
     The arguments are those of `offload_activations`, `Backend` and `Mover`.
     """
@@ -211,9 +212,6 @@ class Offloader:
         if chosen is not None:
             chosen.start()
 
-    def prefetch(self, handle: Any) -> None:
-        """Nothing to start: with the first tensor of a layer that is asked for, the others come back."""
-
     @torch.no_grad()
     def before_change(self, handle: Any) -> None:
         """The tensor that `to_host` took is about to be changed in place: the taken values stay as they are."""
@@ -282,7 +280,7 @@ class Offloader:
 
     def __reduce__(self) -> Any:
         """A copy of a model gets CPU memory of its own: nothing that waits there is copied."""
-        return Offloader, (self.config,)
+        return type(self), (self.config,)
 
     def collect(self) -> OffloadStats:
         """Bring `stats` up to date with graphs that have died since; returns them."""
@@ -368,6 +366,45 @@ class HostPolicy:
         on_host = moved(decide)
         vars(on_host).update(parts | ({"named": moved(parts["named"])} if "named" in parts else {}))
         return on_host
+
+
+class HostDecisions(Offloader):
+    """Moves the outputs that policies of regions decide to keep on the host, and nothing else: while the device computes,
+    and back a layer ahead."""
+
+    def __init__(self, config: OffloadConfig | None = None, *, backend: Backend | None = None) -> None:
+        super().__init__(config or OffloadConfig("saved", min_bytes=0), backend=backend)
+
+    def enclose(self, module: nn.Module) -> None:
+        """Have the outputs of a call of `module`, a layer, come back together."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
+
+    @left_to_python
+    def _begin(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._mover.open_group()
+
+    @left_to_python
+    def _end(self, *_: object) -> None:
+        self.start_chosen()
+
+
+def place_decisions(
+    specs: Sequence[CheckpointSpec], layers: Iterable[str], *, backend: Backend | None = None
+) -> list[CheckpointSpec]:
+    """Return `specs`; where one has a policy with HOST decisions, with a `HostDecisions` for all, and its placements.
+
+    Args:
+        specs: the regions in these layers.
+        layers: names of the layers.
+        backend: see `offload_activations`.
+    """
+    if not any(getattr(spec.policy, "moves", False) for spec in specs):
+        return list(specs)
+    transfer = HostDecisions(backend=backend)
+    placements = [CheckpointSpec((name,), policy=None, transfer=transfer) for name in dict.fromkeys(layers)]
+    return [replace(spec, transfer=transfer) for spec in specs] + placements
 
 
 def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader, undo: ExitStack) -> None:

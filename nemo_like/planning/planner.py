@@ -7,13 +7,18 @@ from typing import Any, TypeAlias, Unpack
 
 from torch import nn
 
+from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import bare_modules, check_model
+from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan, layer_signature, plan_specs
-from nemo_like.activation_checkpointing.transfer import Transfer
+from nemo_like.activation_checkpointing.spec import policy_of, submodule_lists
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
-from nemo_like.options import CheckpointConfig, MemoryBudget, NamedLists, parse_ac
+from nemo_like.offload import place_decisions
+from nemo_like.offload.backends import Backend
+from nemo_like.options import CheckpointConfig, MemoryBudget, NamedList, NamedLists, parse_ac
 from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.advise import Each, lowering
 from nemo_like.planning.memory_model.storages import Peak
@@ -182,7 +187,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
             before = None  # and this is the first of those
         times = 1 if before is None else before.recompute_flops // max(1, choice.recompute_flops) + 1
         rows: Mapping[str, Sequence[str]] | None = None
-        if choice.decisions:
+        if choice.decisions and not choice.inside:
             rows = {} if choice.is_full else problem.rows(choice, one_attention=True)
         layers[call.fqn] = LayerPlan(
             names[call.fqn],
@@ -195,6 +200,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
             (choice.recompute_seconds + waits) * times,
             rows,
             None if choice.names is None else choice.names.words,
+            {region.path: region.rows for region in choice.inside if region.choice.decisions} or None,
         )
     return list(layers.values())
 
@@ -250,7 +256,7 @@ def apply_plan(
     plan: Plan,
     *,
     device_type: str | None = None,
-    transfer: Transfer | None = None,
+    backend: Backend | None = None,
     compile: bool = False,
 ) -> nn.Module:
     """Wrap `model`'s layers by `plan`, in place, and return it. Call it before compiling and sharding.
@@ -262,14 +268,16 @@ def apply_plan(
         plan: from `plan_for` or `Plan.load`.
         device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Where the plan was
             traced for the other one, that is logged.
-        transfer: moves outputs that wait in CPU memory; default: synchronous copies.
+        backend: moves the bytes of outputs that wait in CPU memory; default: that of the accelerator.
         compile: `nemo_like.compile.compile_layers` will be called afterwards.
 
     Raises:
         PlanError: the plan was made for another model. The model is unchanged then.
         TypeError: a layer is checkpointed already. The model is unchanged then.
     """
-    apply_specs(model, plan_specs(model, plan, device_type or pick_device_type(), transfer), compile=compile)
+    specs = plan_specs(model, plan, device_type or pick_device_type())
+    layers = [layer.fqn for layer in plan.layers]
+    apply_specs(model, place_decisions(specs, layers, backend=backend), compile=compile)
     return model
 
 
@@ -290,7 +298,10 @@ def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
     same = []
     for call, choice in zip(stage.part.traced.calls, choices):
         problem, words = stage.part.problems[call.kind], choice.decisions  # the number of rows changes no operator
-        same.append(problem.choice(words, choice.label) if words else problem.none())
+        if choice.names is not None and choice.inside:
+            same.append(stage.part.in_regions(call.kind, choice.names, skip=stage.skip))
+        else:
+            same.append(problem.choice(words, choice.label) if words else problem.none())
     return same
 
 
@@ -373,17 +384,48 @@ def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
 def choices_of(stage: Stage, ac: Ac) -> list[Choice] | None:
     """Return the choice of each layer call under a mode, lists of names or a `Plan`; None: it is not predicted."""
     part = stage.part
-    if isinstance(ac, NamedLists):  # regions inside of a layer are run one by one, and no block is traced so
-        return stage.by_names(ac) if ac.whole else None
-    if not isinstance(ac, Plan):
-        mode = next((mode for mode in MODES if parse_ac(mode) == ac), None)
-        return None if mode is None else part.uniform(mode)
+    if isinstance(ac, NamedLists):
+        if not ac.whole and stage.job.offload.mode != "none":
+            return None  # copies of the inputs of regions inside of a layer are not counted
+        choices = stage.by_names(ac)
+        for kind, choice in dict.fromkeys(zip((call.kind for call in part.traced.calls), choices)):
+            _say_fused(part.problems[kind], choice)
+        return choices
+    if isinstance(ac, CheckpointConfig):
+        return _of_config(stage, ac)
+    assert isinstance(ac, Plan)  # `choices_under`
     plans = {layer.fqn: layer for layer in ac.layers}
     names = dict(zip((layer.fqn for layer in part.layers), stage.names))
-    return [_choice(part.problems[call.kind], plans.get(names[call.fqn])) for call in part.traced.calls]
+    return [_choice(stage, call.kind, plans.get(names[call.fqn])) for call in part.traced.calls]
 
 
-def _choice(problem: BlockProblem, plan: LayerPlan | None) -> Choice:
+def _say_fused(problem: BlockProblem, choice: Choice) -> None:
+    """Log once the price of the result of a fused attention that a list recomputes."""
+    for record, word, seconds in zip(problem.records, choice.decisions, problem.seconds):
+        if word == "recompute" and facts(record.op).attention:
+            say_once(
+                f"Core attention is fused, so it keeps no scores: saving it (save 'attention') costs "
+                f"{write_bytes(record.bytes)} a layer and buys {1e3 * seconds:.2g} ms."
+            )
+
+
+def _of_config(stage: Stage, config: CheckpointConfig) -> list[Choice] | None:
+    """Return the choice of each layer call under a mode, or a policy of it; None: the config has more, or is not traced."""
+    plain = parse_ac(config.mode)
+    assert isinstance(plain, CheckpointConfig)
+    if config.mode == "submodule" and config == plain:
+        layers = {name: layer.module for name, layer in zip(stage.names, stage.part.layers)}
+        return stage.by_names(submodule_lists(layers)) if stage.job.offload.mode == "none" else None
+    if config.mode == "selective" and config == replace(plain, policy=config.policy, ops_to_save=config.ops_to_save):
+        return stage.part.under_policy(policy_of(config))
+    return stage.part.uniform(config.mode) if config.mode in MODES and config == plain else None
+
+
+def _choice(stage: Stage, kind: int, plan: LayerPlan | None) -> Choice:
+    problem = stage.part.problems[kind]
+    if plan is not None and plan.regions is not None:
+        names: dict[str, Any] = dict(plan.names or {})
+        return stage.part.in_regions(kind, NamedList(**names), skip=stage.skip)
     policy = None if plan is None else plan.policy()
     if policy is None:
         return problem.none()

@@ -55,7 +55,7 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.memory_model.microbatch import LayerCall
 from nemo_like.planning.model.traced import StepLoss, TraceCache, TracedPart, local_shape
 from nemo_like.planning.roofline import exposed_seconds
-from nemo_like.planning.selection.layer import Choice, LayerRun, Stack
+from nemo_like.planning.selection.layer import BlockProblem, Choice, LayerRun, Stack
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
 from nemo_like.planning.trace.records import OuterEvents
@@ -324,9 +324,11 @@ class Stage:
             is_held = position < top
             key = (number, choice, copies, stays, is_held)
             if key not in by_key:
-                trace, region = part.problems[call.kind].trace, bool(choice.decisions)
+                trace = choice.around or part.problems[call.kind].trace
+                regions = [(region.path, region.problem.trace) for region in choice.inside]
+                regions = regions or ([("", trace)] if choice.decisions else [])
                 # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
-                state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
+                rng = RNG_STATE if self.device.kind == "cpu" else 0
                 events = part.memory(
                     call.kind,
                     choice,
@@ -337,15 +339,15 @@ class Stage:
                     held=is_held,
                     compiler=self.job.partitioner,
                 )
-                inputs = None if region else trace.kept_inputs
+                inputs = None if regions and not choice.inside else trace.kept_inputs
                 by_key[key] = LayerCall(
                     events,
                     unit,
                     experts,
                     inputs if events.kept_inputs is None else events.kept_inputs,
                     frozenset() if experts is None else part.expert_names(call),
-                    state + trace.state_bytes if region else 0,
-                    copied_in_forward(call.module) if region else 0,
+                    sum(rng * traced.draws + traced.state_bytes for _, traced in regions),
+                    max((copied_in_forward(call.module.get_submodule(path)) for path, _ in regions), default=0),
                     *copies,
                 )
             layers.append(by_key[key])
@@ -363,8 +365,11 @@ class Stage:
 
         The tensors that a layer without a region saves are counted as staying, also with ``"all"``.
         """
+        if self.job.offload.mode == "none":
+            return [0] * len(choices)
         inputs = (self.part.problems[call.kind].trace.input_bytes for call in self.part.traced.calls)
-        return [size * moves + sum(others) for size, (moves, others) in zip(inputs, self._copies(choices))]
+        every = zip(inputs, choices, self._copies(choices))
+        return [max(0, size * moves + sum(others) - choice.host_bytes) for size, choice, (moves, others) in every]
 
     def _copies(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
         """Return, for each call, whether its inputs are moved to the host, and the bytes of other moved tensors.
@@ -372,11 +377,12 @@ class Stage:
         These are in the order in which they are copied.
         """
         offload, calls = self.job.offload, self.part.traced.calls
+        decided = [_decided_on(choice, self.part.problems[call.kind]) for call, choice in zip(calls, choices)]
         if offload.mode == "none":
-            return [(False, ())] * len(choices)
+            return [(False, sizes) for sizes in decided]
         budget = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
         copies = []
-        for call, choice in zip(calls, choices):
+        for call, choice, others in zip(calls, choices, decided):
             problem = self.part.problems[call.kind]
             sizes = [problem.trace.input_bytes]
             if offload.mode != "boundary" and choice.decisions:
@@ -387,7 +393,8 @@ class Stage:
                 if offload.min_bytes <= size and offload.host_bytes(size) <= budget:
                     budget -= offload.host_bytes(size)
                     going[at] = size
-            copies.append((0 in going, tuple(size for at, size in going.items() if at)))
+            more = tuple(size for at, size in going.items() if at)
+            copies.append((0 in going, more if moves and offload.mode != "boundary" else others))
         return copies
 
     def exposed(self, choices: Sequence[Choice]) -> list[float]:
@@ -396,6 +403,12 @@ class Stage:
             exposed_seconds(moved, self.part.problems[call.kind].forward_seconds, self.device)
             for call, moved in zip(self.part.traced.calls, self.moved(choices))
         ]
+
+
+def _decided_on(choice: Choice, problem: BlockProblem) -> tuple[int, ...]:
+    """Return the bytes of each storage that a choice keeps in CPU memory."""
+    words = choice.decisions if choice.host_bytes else ()
+    return tuple(size for op, word in zip(problem.records, words) if word == "host" for size in op.parts)
 
 
 class HeldOnce(NamedTuple):

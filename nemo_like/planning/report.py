@@ -373,7 +373,8 @@ def make_report(
             continue
         if choices is None:
             raise ValueError(
-                f"ac is {text!r}, of which no plan is made. Give a budget, a mode of {MODES}, or lists of names."
+                f"ac is {text!r}, of which no plan is made. Give a budget, a mode of {(*MODES, 'submodule')}, or lists of "
+                "names."
             )
         rows.append(row_of(text, query, choices, limit))
     fastest = rows[0] if rows[0].fits else _planned_within(query, limit)

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
-from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.offload import Offloader, apply_offloading, mover, offload_activations, offloader_of
+from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.policy import HOST, DecisionTable, SelectivePolicy
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.offload import Offloader, apply_offloading, mover, offload_activations, offloader_of, place_decisions
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
@@ -47,11 +49,15 @@ def _model(
 ) -> Stack:
     """Return the layers; with `offload` they have it."""
     model = stack_of(layer, count=3, width=WIDTH).to(NAME)
-    if offload:
+    backend = Backend(torch.device(NAME, 0), **options)
+    if offload and mode == "decided":
+        names, table = [f"layers.{n}" for n in range(3)], DecisionTable({"aten.sin.default": (HOST, HOST)})
+        specs = [CheckpointSpec((name,), table) for name in names]
+        apply_specs(model, place_decisions(specs, names, backend=backend))
+    elif offload:
         if mode == "saved":
             policy = SelectivePolicy(every_nth_matmul=None)
             apply_selective_checkpointing_to_layers(model, model.layers, False, policy=policy)  # type: ignore[arg-type]
-        backend = Backend(torch.device(NAME, 0), **options)
         settings = OffloadConfig(mode=mode, min_bytes=0, max_inflight_bytes=inflight)
         apply_offloading(model, list(model.layers), settings, backend=backend)
     return model
@@ -270,6 +276,8 @@ SCENARIOS: dict[str, Scenario] = {
         f"{mode}, {inflight} bytes on their way": partial(_training, mode=mode, inflight=inflight)
         for mode, inflight in (("boundary", 1), ("all", 1), ("all", 1 << 13), ("all", UNLIMITED))
     },
+    # The outputs that a plan or a list of names moves, and nothing else.
+    "decided": partial(_training, mode="decided"),
     # Change in place, inside of the region, what the policy keeps.
     "saved": partial(_training, mode="saved", inflight=UNLIMITED, layer=lambda x, scale: x.tanh_() * scale),
     # Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already.

@@ -189,7 +189,7 @@ def without_collector() -> Iterator[None]:
 
 
 class NotingTransfer:
-    """Keeps copies, and notes the bytes of each move to the host, 0 for each prefetch, and less than 0 for each way back."""
+    """Keeps copies, and notes the bytes of each move to the host, and less than 0 for each way back."""
 
     def __init__(self) -> None:
         self.moves: list[int] = []
@@ -197,9 +197,6 @@ class NotingTransfer:
     def to_host(self, tensor: Tensor) -> Copy:
         self.moves.append(tensor.nbytes)
         return Copy(tensor.detach().clone(), self.moves)
-
-    def prefetch(self, handle: Copy) -> None:
-        self.moves.append(0)
 
 
 class Copy(NamedTuple):

@@ -1,6 +1,7 @@
 """Lists of names in plans: the bytes that the engine keeps, and a plan's lists, read again, as its tables.
 
-The judge of bytes is a real forward, whose saved outputs are counted by their storages.
+The judges of bytes are a real forward, whose saved outputs are counted by their storages, and the CPU's allocator, which
+says what a whole step peaks at.
 """
 
 import json
@@ -8,6 +9,8 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from nemo_like import (
     ContextParallel,
@@ -20,14 +23,21 @@ from nemo_like import (
     parallelize,
     plan_for,
 )
+from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample, tensors_in
+from nemo_like.activation_checkpointing.checkpointed import regions_in
 from nemo_like.activation_checkpointing.engine import region
 from nemo_like.activation_checkpointing.plan import layer_globs
-from nemo_like.options import NamedList, NamedLists, StepSpec, parse_ac
+from nemo_like.models import resolve_model
+from nemo_like.options import CheckpointConfig, NamedList, NamedLists, StepSpec, parse_ac
 from nemo_like.planning.planner import choices_under, describe
 from nemo_like.planning.predict import predict
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
+from tests.checks import assert_bitwise, gradients_of
 from tests.models.families import FAMILIES, loss_of
+from tests_distributed.allocated import step_peak_bytes
 
 STEP = StepSpec(loss_fn=lambda out: loss_of(out))
 
@@ -89,8 +99,6 @@ def test_the_engine_keeps_the_predicted_bytes_of_20_random_lists(name: str, monk
     ],
 )
 def test_the_lists_of_a_plan_read_again_give_its_tables(model: str, budget: str, options: dict[str, Any]) -> None:
-    from nemo_like.models import resolve_model
-
     source = resolve_model(model)
     job = Job.of(**{"gpu": "h100-80gb", "world_size": 4, "ac": budget, "precision": None, **options})
     query = PlanQuery.from_model(source.build("meta"), source.sample_input(2, 64), job)
@@ -106,6 +114,121 @@ def test_the_lists_of_a_plan_read_again_give_its_tables(model: str, budget: str,
             assert len({c for call, c in zip(stage.part.traced.calls, each) if call.kind == kind}) <= 2
     if "budget" in budget:
         assert all(each.recompute == () or "mlp.up_proj" in each.save for each in plan.lists.lists)
+
+
+def _peaks(name: str, ac: Any) -> tuple[int, int]:
+    """The peak of a step that is planned, and that the allocator says."""
+    family, sample = FAMILIES[name], dict(FAMILIES[name].inputs())
+    step = StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False, loss_fn=loss_of)
+    query = PlanQuery.from_model(family.build(), sample, Job.of(gpu="cpu", ac=ac, precision=None, step=step))
+    choices = choices_under(query)
+    assert choices is not None, ac
+    model = parallelize(family.build(), "single", ac=ac, precision=None, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    args, kwargs = split_sample(sample)
+
+    def one() -> None:
+        loss_of(model(*args, **kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    for _ in range(2):
+        one()
+    return peak_of(query, choices).total, step_peak_bytes(model, optimizer, one)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "ac",
+    [
+        {"recompute": ["mlp"]},
+        {"recompute": ["mlp", "self_attn"], "save": ["mlp.gate_proj", "attention", "statistics"]},
+        [{"layers": ["model.layers.0"], "recompute": ["*norm*"]}, {"save": ["attention"]}],
+        {"recompute": ["self_attn"], "save": ["self_attn.q_proj"], "offload": ["attention"]},
+        "submodule",
+        CheckpointConfig(True, "selective", profile_before_apply=False, ops_to_save=["aten.mm"]),
+    ],
+)
+def test_a_step_with_regions_in_its_layers_peaks_as_planned_to_the_byte(ac: Any) -> None:
+    planned, measured = _peaks("llama", ac)
+    assert planned == measured
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", *OTHERS])
+def test_steps_with_10_random_lists_of_regions_peak_as_planned_to_the_byte(name: str) -> None:
+    query = PlanQuery.from_model(FAMILIES[name].build(), dict(FAMILIES[name].inputs()), Job.of(gpu="cpu", step=STEP))
+    part, draw = query.stages[0].part, random.Random(name)
+    paths = sorted({path for layer in part.layers for path, _ in bare_modules(layer.inner) if path})
+    for _ in range(10):
+        planned, measured = _peaks(name, {"recompute": draw.sample(paths, min(3, len(paths)))})
+        assert planned == measured
+
+
+def test_a_plan_of_regions_is_saved_with_them_and_carried_out(tmp_path: Any) -> None:
+    family, sample = FAMILIES["llama"], dict(FAMILIES["llama"].inputs())
+    asked = {"recompute": ["mlp", "self_attn"], "save": ["mlp.gate_proj"]}
+    plan = plan_for(family.build(), strategy="single", ac=asked, sample_input=sample, gpu="cpu", precision=None)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json", family.build())
+    assert again == plan and plan.lists is not None and plan.lists.words == asked
+    first = plan.layers[0]
+    assert first.decisions is None and set(first.regions or ()) == {"mlp", "self_attn"} and not first.regions["self_attn"]
+    by_plan, by_names = (parallelize(family.build(), "single", ac=ac, precision=None) for ac in (again, asked))
+    assert [r.name for r in regions_in(by_plan)] == [r.name for r in regions_in(by_names)]
+    args, kwargs = split_sample(sample)
+    for model in (by_plan, by_names, plain := parallelize(family.build(), "single", ac="none", precision=None)):
+        loss_of(model(*args, **kwargs)).backward()
+    expected = gradients_of(plain)
+    for model in (by_plan, by_names):
+        assert_bitwise(gradients_of(model), expected, "")
+
+
+def test_submodule_is_a_list_of_names_and_recomputes_less_than_whole_layers() -> None:
+    source = resolve_model("mixtral-tiny")
+    job = Job.of(gpu="h100-80gb", world_size=4, ac="submodule", ep=2, precision="bf16")
+    query = PlanQuery.from_model(source.build("meta"), source.sample_input(2, 64), job)
+    inside = ["input_layernorm", "post_attention_layernorm", "self_attn", "mlp"]
+    by_word, by_names = choices_under(query), choices_under(query, parse_ac({"recompute": inside}))
+    assert by_word == by_names and by_word is not None
+    none, full = query.uniform("none"), query.uniform("full")
+    seconds = [step_seconds(query, choices).total for choices in (none, by_word, full)]
+    assert seconds == sorted(seconds)
+    parts = [step_seconds(query, choices).parts["expert exchanges"] for choices in (none, by_word, full)]
+    assert parts[0] < parts[1] == parts[2]  # experts are recomputed with their exchange either way
+    attention = choices_under(query, parse_ac({"recompute": ["self_attn"]}))
+    assert attention is not None and step_seconds(query, attention).parts["expert exchanges"] == parts[0]
+
+
+def test_regions_that_keep_other_tensors_in_each_call_are_refused_by_name() -> None:
+    class Twice(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(self.inner(x), True)
+
+    class Inner(nn.Sequential):
+        def forward(self, x: torch.Tensor, more: bool = False) -> torch.Tensor:
+            return self[1](self[0](x).relu().exp()) if more else self[1](self[0](x).relu())
+
+    model = nn.Sequential(*(Twice(Inner(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2)))
+    asked = {"recompute": ["inner"], "save": ["inner.0", "inner.1.input"]}
+    with pytest.raises(ValueError, match="ac recomputes 'inner', which a layer calls more than once"):
+        plan_for(model, strategy="single", ac=asked, sample_input=torch.randn(2, 8), gpu="cpu", precision=None, step=STEP)
+
+
+def test_a_fused_attention_that_a_list_recomputes_has_its_price_said(caplog: pytest.LogCaptureFixture) -> None:
+    heads, tokens, width = 4, 64, 32  # of llama-tiny
+    with caplog.at_level("INFO", logger="nemo_like"):
+        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=tokens, rows=['{"save": ["mlp.up_proj"]}'])
+        said = [r.getMessage() for r in caplog.records if "Core attention is fused" in r.getMessage()]
+        caplog.clear()
+        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=tokens, rows=['{"save": ["attention"]}'])
+    size = tokens * heads * (2 * width + 4) + 16  # bfloat16, sums of scores in float32, the state of a generator
+    assert len(said) == 1 and f"costs {size / 1024:.2f}KiB a layer and buys " in said[0]
+    assert not caplog.records
 
 
 def test_a_saved_plan_has_its_tables_and_its_lists(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -90,26 +91,6 @@ def test_the_front_door_plans_with_it() -> None:
     model(**sample).loss.backward()
 
 
-class _Away:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.bytes = torch.frombuffer(bytearray(tensor.numel() * tensor.element_size()), dtype=tensor.dtype)
-        self.bytes = self.bytes.view(tensor.shape).copy_(tensor.detach())
-        self.stride = tensor.stride()
-
-    def get(self) -> torch.Tensor:
-        return torch.empty_strided(self.bytes.shape, self.stride, dtype=self.bytes.dtype).copy_(self.bytes)
-
-
-class _OtherHostTransfer:
-    """The engine's plainest transfer, with Python's CPU memory, which torch's allocator does not count."""
-
-    def to_host(self, tensor: torch.Tensor) -> _Away:
-        return _Away(tensor)
-
-    def prefetch(self, handle: _Away) -> None:
-        pass
-
-
 def _asked(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch.Tensor]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "vocab_size": 256}
@@ -164,8 +145,24 @@ def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: st
     ]
     assert any(choice.host_bytes for choice in choices)
     plan = describe(query, [choices], mode)
-    apply_plan(part_of(query).whole, plan, device_type="cpu", transfer=_OtherHostTransfer())
+    apply_plan(part_of(query).whole, plan, device_type="cpu", backend=(backend := _NeverWaits()))
     assert plan.peak_bytes == _measured(part_of(query).whole, ids)
+    assert backend.copied > 0
+
+
+class _NeverWaits(Backend):
+    """Main memory, whose events nobody waits for on the host."""
+
+    copied = 0
+
+    def record(self, stream: Any) -> Any:
+        event = super().record(stream)
+        event.synchronize = lambda: pytest.fail("the host waits for a copy")
+        return event
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self.copied += 1
+        super().copy(target, source, stream)
 
 
 _ASKED = "plan --model tests.planning.queries:Text --gpus 2 --seq-len 64 --no-what-if"

@@ -200,7 +200,7 @@ def _part(forward: Callable[..., Tensor]) -> TracedPart:
 
 def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:
     """The second layer, as it runs in a step."""
-    policy, layer = part.policy(0, part.uniform(mode)[1]), part.model.layers[1]
+    policy, layer = part.regions(0, part.uniform(mode)[1]).get(""), part.model.layers[1]
     return layer if policy is None else lambda x: run_region(layer, (x,), {}, policy=policy, preserve_rng_state=False)
 
 
@@ -243,9 +243,9 @@ def test_a_whole_backward(forward: Callable[..., Tensor], mode: str) -> None:
 def test_a_backward_in_halves(forward: Callable[..., Tensor], mode: str) -> None:
     part = _part(forward)
     (choice,) = set(part.uniform(mode))
-    kind, policy, run = part.traced.kinds[0], part.policy(0, choice), part.traced.run
+    kind, regions, run = part.traced.kinds[0], part.regions(0, choice), part.traced.run
     given, received = (
-        block_memory(kind, policy, run, {0}, accumulate=False, received=stays, halves=True) for stays in (False, True)
+        block_memory(kind, regions, run, {0}, accumulate=False, received=stays, halves=True) for stays in (False, True)
     )
     between = dict(received.until(True))
     assert sum(between[number] for number in received.output_grads.values()) == HIDDEN

@@ -120,7 +120,7 @@ def _kept_between_halves(query: PlanQuery, mode: str, change: Callable[[Any], No
     """
     stage, choices = query.stages[1], query.uniform(mode)[1]
     predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=True)[0].events
-    policy = stage.part.policy(stage.part.traced.calls[0].kind, choices[0])
+    policy = stage.part.regions(stage.part.traced.calls[0].kind, choices[0]).get("")
     model = _build()
     layer = model.model.layers[2]
     change(layer)

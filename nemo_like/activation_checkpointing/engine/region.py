@@ -44,7 +44,6 @@ from nemo_like.activation_checkpointing.engine.handles import (
     RegionError,
     decision_of,
     map_output,
-    on_host,
 )
 from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
@@ -324,10 +323,6 @@ class Region:
     def values_for_replay(self, keep: bool) -> list[Any]:
         values = []
         skips, waits = SKIP in map(decision_of, self.kept), self.keeps_on_host()
-        if waits:
-            for entry in self.kept:
-                for item in on_host(entry.value) if entry.decision is HOST else ():
-                    self.transfer.prefetch(item.handle)
         for entry in self.kept:
             value = entry.value
             # Rule 3. After a recomputation that fails, a second try can't run a pinned operator again.

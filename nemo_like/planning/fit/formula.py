@@ -196,7 +196,7 @@ class Formula:
                 for name, split, cut in _LAUNCHING:
                     products = block.products * split
                     seconds = host_seconds(
-                        block.launched, choice.label, units=0, split_products=products, sequence_parallel=cut
+                        block.launched, choice.mode, units=0, split_products=products, sequence_parallel=cut
                     )
                     by_mode[name][at] += count * seconds * (self.device.kind != "cpu")
         self.kernels = torch.tensor(rows, dtype=torch.float64)

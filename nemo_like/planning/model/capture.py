@@ -21,7 +21,6 @@ from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.reasons import named_reason
 from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.job import Job
-from nemo_like.planning.trace.block import trace_block
 from nemo_like.planning.trace.kinds import (
     GIVEN,
     BlockKind,
@@ -39,6 +38,7 @@ from nemo_like.planning.trace.kinds import (
     record_again,
     recording,
     settings_of,
+    trace_kind,
 )
 from nemo_like.torch_compat import tree_leaves
 from nemo_like.transformers_compat import given_cache, parameter_names
@@ -263,17 +263,8 @@ class _Watcher:
             kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             first = next(call.fqn for call in self.calls if call.module is kind.module)
-            with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
-                kind.trace = trace_block(
-                    kind.module,
-                    kind.args,
-                    kind.kwargs,
-                    name=f"{first} ({type(kind.module).__name__})",
-                    shared=kind.shared,
-                    run=run,
-                    state=kind.state,
-                    call=kind.run,
-                )
+            with named_reason(self.model, describe(args, kwargs)):
+                kind.trace = trace_kind(kind, run, f"{first} ({type(kind.module).__name__})")
             kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs)
 

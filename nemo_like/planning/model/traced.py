@@ -20,7 +20,7 @@ from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
-from nemo_like.activation_checkpointing.names import check_lists
+from nemo_like.activation_checkpointing.names import check_lists, regions_of
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
@@ -48,7 +48,7 @@ from nemo_like.planning.selection.layer import (
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
-from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
+from nemo_like.planning.trace.kinds import BlockKind, ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
 from nemo_like.precision import check_capability, check_float8, float8_linears
@@ -229,12 +229,19 @@ class TracedPart:
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
-        none = per_kind = [problem.none() for problem in self.problems]
-        if mode == "full":
-            per_kind = [problem.full() for problem in self.problems]
-        elif mode == "selective":
-            per_kind = [decided(problem, SelectivePolicy(), "selective") for problem in self.problems]
-        return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
+        if mode == "selective":
+            return self.under_policy(SelectivePolicy())
+        return self._each([problem.full() if mode == "full" else problem.none() for problem in self.problems])
+
+    def under_policy(self, policy: Policy) -> list[Choice]:
+        """Return the choice of each layer call under ``selective`` with a policy."""
+        return self._each([decided(problem, policy, "selective") for problem in self.problems])
+
+    def _each(self, per_kind: Sequence[Choice]) -> list[Choice]:
+        """Return the choice of each layer call, of its kind where it is in scope."""
+        chosen = [call.fqn in self.chosen for call in self.traced.calls]
+        every = zip(self.traced.calls, chosen)
+        return [per_kind[call.kind] if is_chosen else self.problems[call.kind].none() for call, is_chosen in every]
 
     def by_names(self, lists: NamedLists, names: Mapping[str, str], *, skip: bool, whole: bool = True) -> list[Choice]:
         """Return the choice of each layer call under lists of names.
@@ -255,18 +262,30 @@ class TracedPart:
         for call in self.traced.calls:
             key = call.kind, of_layer.get(names[call.fqn])
             if key not in per_kind:
-                problem = self.problems[call.kind]
-                per_kind[key] = problem.none() if key[1] is None else problem.by_names(key[1], skip=skip)
+                problem, list_of_layer = self.problems[call.kind], key[1] or NamedList(recompute=())
+                inside = self.in_regions(call.kind, list_of_layer, skip=skip) if list_of_layer.recompute else None
+                per_kind[key] = inside or problem.by_names(list_of_layer, skip=skip)
             choices.append(per_kind[key])
         return self.proved_all(choices)
 
-    def policy(self, kind: int, choice: Choice) -> Policy | None:
-        """Return the policy that carries out `choice`, with the operators as they were traced; None: no region."""
-        if not choice.decisions:
-            return None
-        if choice.is_full:
-            return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
-        return DecisionTable.from_json(self.problems[kind].rows(choice))
+    @_remembered
+    def in_regions(self, kind: int, names: NamedList, *, skip: bool) -> Choice:
+        """Return the choice of a kind of layer under a list that has modules as regions; arguments as for `by_names`."""
+        block, run, problem = self.traced.kinds[kind], self.traced.run, self.problems[kind]
+        regions = regions_of(names, block.module)
+        if not regions or not problem.trace.saves_something:
+            return problem.none()
+        with run, under_loss_parallel(self.splits_loss):
+            around = trace_kind(block, run, problem.trace.name, regions)
+        return problem.in_regions(around, names, skip=skip)
+
+    def regions(self, kind: int, choice: Choice) -> dict[str, Policy]:
+        """Return the policies that carry out `choice`, with the operators as they were traced, by the paths of their modules
+        in the block; an empty path: the block itself. They save the tensors that wait in CPU memory: copies are counted
+        apart (`LayerCall.moved`)."""
+        inside = [(region.path, region.problem, region.choice) for region in choice.inside]
+        every = inside or [("", self.problems[kind], choice)]
+        return {path: _policy(problem, chosen) for path, problem, chosen in every if chosen.decisions}
 
     def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return `proved` of each layer call."""
@@ -285,8 +304,7 @@ class TracedPart:
                 f"{self.problems[kind].trace.name}: a plan that skips operators does not run on this block "
                 f"({str(error).splitlines()[0]}); it recomputes them instead."
             )
-            words = ["recompute" if word == "skip" else word for word in choice.decisions]
-            return self.problems[kind].choice(words, choice.label, choice.names)
+            return self.problems[kind].without_skips(choice)
 
     def saved(self, choices: Sequence[Choice]) -> int:
         """Return the bytes that all layers save till the end of forward, with those they share."""
@@ -324,7 +342,7 @@ class TracedPart:
             compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
             blocks[key] = compiled or block_memory(
                 block,
-                self.policy(kind, choice),
+                self.regions(kind, choice),
                 self.traced.run,
                 outside.used[kind],
                 accumulate=accumulate,
@@ -353,10 +371,13 @@ class TracedPart:
         try:
             if halves:
                 raise NotCompiledError("its backward is cut in two")
+            if choice.inside:
+                raise NotCompiledError("its regions are modules inside of it")
             if "host" in choice.decisions:
                 raise NotCompiledError("some of the tensors it saves wait in CPU memory")
             if key not in graphs:
-                policy, used = None if around else self.policy(kind, choice), self.outside(loss).used[kind]
+                policy = None if around else self.regions(kind, choice).get("")
+                used = self.outside(loss).used[kind]
                 graphs[key] = compiled_block(block, policy, self.traced.run, used, fuses=compiler == "inductor")
             return compiled_memory(graphs[key], around=around, accumulate=accumulate, received=received)
         except NotCompiledError as error:
@@ -390,8 +411,11 @@ class TracedPart:
             halves: backward is cut in two.
         """
         loss = self.loss if loss is None else loss
-        regions = choices is None or any(choice.decisions for choice in choices)
-        regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
+        kinds = self.traced.kinds
+        regions = choices is None or any(
+            _holds_its_call(choice, kinds[call.kind]) for call, choice in zip(self.traced.calls, choices)
+        )
+        regions |= all(kind.kept_at == kind.shared_at for kind in kinds)
         key = (self._number, loss, accumulate, regions, halves)
         if key not in self.cache.outside:
             memory = outer_memory(
@@ -449,6 +473,19 @@ class TracedPart:
         """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""
         weights = {weight for expert in self.experts for weight in expert.weights}
         return frozenset(name for name, p in call.module.named_parameters() if p in weights)
+
+
+def _holds_its_call(choice: Choice, kind: BlockKind) -> bool:
+    """Return whether a layer holds more of the tensors that it shares with others than without checkpointing."""
+    assert kind.trace is not None
+    return bool(choice.decisions) and (choice.around is None or choice.around.kept_shared > kind.trace.kept_shared)
+
+
+def _policy(problem: BlockProblem, choice: Choice) -> Policy:
+    if choice.is_full:
+        return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
+    rows = problem.rows(choice).items()
+    return DecisionTable.from_json({op: ["save" if word == "host" else word for word in row] for op, row in rows})
 
 
 def shape_of(job: Job) -> Hashable:

@@ -26,7 +26,7 @@ from nemo_like.planning.roofline import (
     host_seconds,
     optimizer_seconds,
 )
-from nemo_like.planning.selection.layer import Choice, LayerRun
+from nemo_like.planning.selection.layer import Choice, Collectives, LayerRun
 from nemo_like.planning.sharding import UnitBytes
 
 HOST = "waiting for the host"
@@ -170,11 +170,22 @@ def _kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Ite
 def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
     """The collectives that nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
     sums, gathered, sent = inside_seconds(run, links)
-    again = 1 if run.replays_exchanges else 0
-    for part, what, each, times in (
-        ("tensor-parallel sums", f"all-reduce ({axis_words('tp', links.tensor)})", sums, (2, 2)),
-        ("sequence gathers", f"all-gather of keys and values ({axis_words('cp', links.sequence)})", gathered, (1, 1)),
-        ("expert exchanges", f"all-to-all of rows ({axis_words('ep', links.experts)})", sent, (1, 1)),
+    for part, what, each, times, again in (
+        ("tensor-parallel sums", f"all-reduce ({axis_words('tp', links.tensor)})", sums, (2, 2), run.again.sums),
+        (
+            "sequence gathers",
+            f"all-gather of keys and values ({axis_words('cp', links.sequence)})",
+            gathered,
+            (1, 1),
+            run.again.gathers,
+        ),
+        (
+            "expert exchanges",
+            f"all-to-all of rows ({axis_words('ep', links.experts)})",
+            sent,
+            (1, 1),
+            run.again.exchanges,
+        ),
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
             yield Row(part, f"{what}, {phase}", count * often * each)
@@ -208,10 +219,11 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
     units = [unit for unit in (run.unit, run.experts) if unit is not None]
     gather, reduce = units_seconds(units, links)
     fetch, store = copy_seconds(units, links.device)
-    block, again = run.block, 1 if run.replays_exchanges else 0
+    block, again = run.block, run.again
     sums, gathered, sent = inside_seconds(run, links)
     ahead = block.forward + 2 * sums + gathered + sent
-    behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
+    behind = block.backward + run.replay + (2 + again.sums) * sums
+    behind += (1 + again.gathers) * gathered + (1 + again.exchanges) * sent
     fetching = [("forward", max(0.0, fetch + gather - ahead))]  # Exposed seconds before forward, and before backward.
     if run.unit.reshard:
         # Activations come back over the same bus.
@@ -265,7 +277,7 @@ def launching_seconds(run: LayerRun, links: Links) -> float:
         return 0.0
     split = run.block.products if links.tensor.ranks > 1 else 0
     units = sum(unit is not None for unit in (run.unit, run.experts))
-    label, parallel = run.choice.label, links.sequence_parallel
+    label, parallel = run.choice.mode, links.sequence_parallel
     return host_seconds(run.block.launched, label, units=units, split_products=split, sequence_parallel=parallel)
 
 
@@ -341,9 +353,12 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
 
 def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
     block, (unit, experts, _) = stage.part.block(kind, compiled=stage.job.compile is not None), units
-    replay = block.replay(choice, stage.part.problems[kind].reachable)
+    problem = stage.part.problems[kind]
+    replay = block.replay(choice, problem.reachable)
     copies = exposed_seconds(moved, block.forward, stage.device)
-    return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)
+    return LayerRun(
+        count, block, replay, Collectives.again(choice, problem), unit, experts, copies, moved, kind, choice
+    )
 
 
 def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import NamedTuple
 
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.table import grouped
@@ -43,11 +44,33 @@ class Choice:
     names: NamedList | None = field(
         default=None, compare=False
     )  # The list that it follows; None: it has another origin.
+    # Calls of regions inside of the block, of which `decisions` has the words; empty: the block is the region, or none.
+    inside: tuple[RegionChoice, ...] = ()
+    around: BlockTrace | None = field(default=None, compare=False)  # With `inside`: the trace of the block with them.
+
+    @property
+    def mode(self) -> str:
+        """Its label, as the host runs it: ``full`` also where all regions inside of it keep their inputs alone."""
+        return "full" if self.inside and all(region.choice.is_full for region in self.inside) else self.label
 
     @property
     def is_full(self) -> bool:
         """Return whether it is ``ac="full"`` itself, and not only a choice that came from it."""
         return self.label == "full" and set(self.decisions) <= {"recompute", "save"}
+
+
+@dataclass(frozen=True)
+class RegionChoice:
+    """One call of a region inside of a block."""
+
+    path: str  # Of its module in the block.
+    choice: Choice
+    problem: BlockProblem = field(compare=False)
+
+    @property
+    def rows(self) -> dict[str, list[str]]:
+        """Its decision table in JSON values; empty: it keeps its inputs alone."""
+        return {} if self.choice.is_full else self.problem.rows(self.choice)
 
 
 @dataclass(frozen=True)
@@ -68,7 +91,7 @@ class BlockProblem:
         return tuple(op_seconds(op, self.device) for op in self.records)
 
     @cached_property
-    def _index(self) -> dict[int, int]:
+    def numbers_of_ops(self) -> dict[int, int]:
         """Number among `records` of each operator of the trace that is one."""
         return {i: k for k, i in enumerate(i for i, op in enumerate(self.trace.ops) if not op.view)}
 
@@ -80,7 +103,7 @@ class BlockProblem:
     @property
     def reachable(self) -> int:
         """Number of `records` that a recomputation runs before its early stop."""
-        return sum(1 for i in self._index if i < self.trace.last_pack)
+        return sum(1 for i in self.numbers_of_ops if i < self.trace.last_pack)
 
     def ops(self, by: str = "seconds") -> tuple[solver.Op, ...]:
         """Return the solver's operators, whose cost is ``"seconds"`` or ``"flops"`` of recomputation."""
@@ -90,7 +113,7 @@ class BlockProblem:
             solver.Op(
                 bytes=record.bytes,
                 cost=costs[k] if k < reachable else 0.0,
-                reads=tuple(self._index[i] for i in record.reads if i in self._index),
+                reads=tuple(self.numbers_of_ops[i] for i in record.reads if i in self.numbers_of_ops),
                 # A rank without rows may run other ops than were traced, and then recomputes those it was to skip: a
                 # collective must be run by all or by none.
                 needed=(record.needed or facts(record.op).collective) and k < reachable,
@@ -155,6 +178,49 @@ class BlockProblem:
             ],
             names=replace(names, layers=()),  # which layers have it, a plan tells
         )
+
+    def in_regions(self, around: BlockTrace, names: NamedList, *, skip: bool = True) -> Choice:
+        """Return the choice of a list that has modules as regions.
+
+        Args:
+            around: the trace of the block with these regions.
+            names, skip: as for `by_names`.
+
+        Raises:
+            ValueError: calls of one module keep other tensors each.
+        """
+        inner = replace(names, recompute=None, layers=())
+        every = [(region, BlockProblem(region.trace, self.device)) for region in around.regions]
+        choices = [RegionChoice(region.path, problem.by_names(inner, skip=skip), problem) for region, problem in every]
+        return self._together(around, choices, names)
+
+    def _together(self, around: BlockTrace, choices: Sequence[RegionChoice], names: NamedList) -> Choice:
+        tables = {choice.path: choice.rows for choice in choices}
+        if wrong := [choice.path for choice in choices if choice.rows != tables[choice.path]]:
+            raise ValueError(
+                f"ac recomputes {wrong[0]!r}, which a layer calls more than once, and keeps other tensors in each call: no "
+                "plan is made of that. Leave that module out of recompute, or the names in it out of save and offload."
+            )
+        words, size = {}, around.none_bytes
+        for traced, region in zip(around.regions, choices):
+            for i, k in region.problem.numbers_of_ops.items() if region.choice.decisions else ():
+                if k < region.problem.reachable:
+                    word, record = region.choice.decisions[k], around.ops[traced.at + i]
+                    words[traced.at + i] = word
+                    if word == "save" and record.needed:  # by autograd outside, too: there is one of it
+                        size -= record.bytes
+        # Nothing behind a region's early stop is run again, and nothing outside of regions.
+        problem = BlockProblem(replace(around, input_bytes=size, last_pack=len(around.ops)), self.device)
+        choice = problem.choice([words.get(i, "none") for i in problem.numbers_of_ops], names=replace(names, layers=()))
+        return replace(choice, inside=tuple(choices), around=around)
+
+    def without_skips(self, choice: Choice) -> Choice:
+        """Return the choice with the ops recomputed that it leaves out."""
+        if choice.around is not None and choice.names is not None:
+            inside = [replace(region, choice=region.problem.without_skips(region.choice)) for region in choice.inside]
+            return self._together(choice.around, inside, choice.names)
+        words = ["recompute" if word == "skip" else word for word in choice.decisions]
+        return self.choice(words, choice.label, choice.names)
 
     def full(self) -> Choice:
         """Return the choice that keeps only the inputs, and the routing of rows to experts of other ranks
@@ -444,6 +510,25 @@ class BlockSeconds:
         )
 
 
+class Collectives(NamedTuple):
+    """Collectives inside of a layer."""
+
+    sums: bool  # Of tensor parallelism.
+    gathers: bool  # Of keys and values.
+    exchanges: bool  # Of rows of experts.
+
+    @classmethod
+    def again(cls, choice: Choice, problem: BlockProblem) -> Collectives:
+        """Return those of which some are run again under a choice."""
+        decided = zip(problem.records[: problem.reachable], choice.decisions)
+        again = [record for record, word in decided if word == "recompute" and facts(record.op).collective]
+        kinds = [
+            "exchange" if facts(r.op).exchange else "gather" if r.gathered or is_sequence_op(r) else "sum"
+            for r in again
+        ]
+        return cls("sum" in kinds, "gather" in kinds, "exchange" in kinds)
+
+
 @dataclass(frozen=True)
 class LayerRun:
     """Equal calls of layers in one step."""
@@ -451,7 +536,7 @@ class LayerRun:
     count: int
     block: BlockSeconds
     replay: float  # Seconds of kernels.
-    replays_exchanges: bool  # Collectives inside are run again: where nothing inside is kept.
+    again: Collectives  # Collectives inside that are run again.
     unit: UnitBytes | None
     experts: UnitBytes | None = None
     copies: float = 0.0  # Seconds of copies of activations to the host that computing does not hide.

@@ -4,10 +4,13 @@
 a `BlockTrace`.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch import nn
 from nemo_like._util.op_lookup import argument, packet_name
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import ops
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.names import Hidden, heard_by, operands_of, watch_modules, words_of
 from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import FakeRun, FakeTensor
@@ -50,6 +54,7 @@ class OpRecord:
     twin: int | None = None
     # Bytes of whole sequences that it gathers besides its kernels, and once more in backward.
     gathered: int = 0
+    parts: tuple[int, ...] = ()  # Of `bytes`, those of each storage.
     # Names of its output (`nemo_like.activation_checkpointing.names`).
     names: tuple[str, ...] = ()
 
@@ -76,6 +81,8 @@ class BlockTrace:
     kept_inputs: frozenset[Place] = frozenset()
     # Positions of the shared tensors that autograd saves without checkpointing.
     kept_shared: frozenset[int] = frozenset()
+    # Calls of the regions inside of it. With them, the block keeps their inputs and the tensors that autograd saves outside.
+    regions: tuple[TracedRegion, ...] = ()
 
     @property
     def saves_something(self) -> bool:
@@ -86,6 +93,14 @@ class BlockTrace:
     def flops(self) -> int:
         """FLOPs of one forward pass."""
         return sum(op.flops for op in self.ops)
+
+
+class TracedRegion(NamedTuple):
+    """One call of a region inside of a block."""
+
+    path: str  # Of its module in the block.
+    at: int  # Index of its first op among those of the block.
+    trace: BlockTrace
 
 
 # `stored_parts` of each input and of each output.
@@ -155,6 +170,9 @@ class Recorder(TorchDispatchMode):
         self._same: dict[int, int] = {}  # For the storage of an op that has an equal one, that one's.
         # Keys of the storages of tensors that need a gradient, and of tensors made of them.
         self._trained: set[int] = set()
+        self.params: list[torch.Tensor] = []
+        self.regions: list[TracedRegion] = []
+        self.inputs_of_regions: list[_Packed] = []
 
     def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -211,7 +229,9 @@ class Recorder(TorchDispatchMode):
         self._count[func] = nth + 1
         read = dict.fromkeys(s.key(t) for t in inputs)
         values = {s.key(part) for parts in stored[0] for part in parts[1:]}
-        new = {s.key(t) for t in outputs if not s.known(t)}
+        new = dict.fromkeys(s.key(t) for t in outputs if not s.known(t))
+        # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses its scale's origin.
+        parts = () if is_wrapped(map(type, outputs)) else tuple(s.size[key] for key in new)
         changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
         statistics = {s.key(t) for t in _statistics(func, args, kwargs)}
         self.changed |= changed | statistics
@@ -228,15 +248,15 @@ class Recorder(TorchDispatchMode):
             self.ops[w] = replace(self.ops[w], steers=True)
         self._statistics |= dict.fromkeys(statistics, index)
         hidden = {s.key(part) for parts in stored[1] for part in parts if not s.known(part)}
-        for key in new | changed | hidden:
+        for key in {*new, *changed, *hidden}:
             s.writers.setdefault(key, []).append(index)
         self.ops.append(
             OpRecord(
                 op=func,
                 nth=nth,
                 shapes=tuple(tuple(t.shape) for t in outputs),
-                # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses its scale's origin.
-                bytes=0 if is_wrapped(map(type, outputs)) else sum(s.size[key] for key in new),
+                bytes=sum(parts),
+                parts=parts,
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, *([parts[-1] for parts in each] for each in stored)),
                 reads=tuple(reads),
@@ -285,6 +305,35 @@ class Recorder(TorchDispatchMode):
         return tuple(ops)
 
 
+class _Region(Checkpointed):
+    """A module whose calls are traced as regions, while a recorder watches the block around it."""
+
+    def __init__(self, module: nn.Module, path: str, recorder: Recorder) -> None:
+        super().__init__(module)
+        self.path, self.recorder = path, recorder
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace the call by itself: tensors that autograd saves in it are not in the block's trace."""
+        outer, outputs, origin = self.recorder, [], self.recorder.storages.origin
+        at, inputs = len(outer.ops), by_argument(args, kwargs)
+        outer.inputs_of_regions += map(outer.pack, inputs.values())
+        shared = {place: t for place, t in inputs.items() if origin.get(outer.storages.key(t)) not in (None, "input")}
+
+        def call() -> Any:
+            outputs.append(self.call(*args, **kwargs))
+            return outputs[0]
+
+        trace = record(
+            call,
+            name=self.path,
+            params=outer.params,
+            inputs={place: tensor for place, tensor in inputs.items() if place not in shared},
+            shared=list(shared.values()),
+        )
+        outer.regions.append(TracedRegion(self.path, at, trace))
+        return outputs[0]
+
+
 def _statistics(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Return the running statistics that a batch norm changes, which its schema does not declare."""
     if packet_name(func) not in _BATCH_NORMS or not argument(func, args, kwargs, "training", "train"):
@@ -303,6 +352,7 @@ def record(
     inputs: Mapping[Place, torch.Tensor],
     shared: list[torch.Tensor],
     module: nn.Module | None = None,
+    regions: Collection[str] = (),
 ) -> BlockTrace:
     """Run `call` once, with or without fake tensors around it, and return its trace.
 
@@ -313,19 +363,22 @@ def record(
         inputs: the tensors it is called with that are its own, by their places in the call.
         shared: the tensors it is called with that other blocks are called with too.
         module: the block, whose modules give their names to tensors; None: none do.
+        regions: paths of those of its modules that are traced as regions.
     """
     recorder = Recorder(Hidden.of(list(inputs.values())))
-    hooks = [] if module is None else watch_modules(module, lambda _: True)
+    recorder.params = params
     recorder.declare("param", params)
     recorder.declare("shared", shared)
     recorder.declare("input", list(inputs.values()))
     saving = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor)
-    try:
+    with ExitStack() as around:
+        if module is not None:
+            for hook in watch_modules(module, lambda _: True):
+                around.callback(hook.remove)
+            for path in regions:
+                around.enter_context(_Region(module.get_submodule(path), path, recorder).in_place())
         with heard_by(recorder), recorder, saving:
             out = call()  # autograd keeps its saved tensors as long as this
-    finally:
-        for hook in hooks:
-            hook.remove()
     s = recorder.storages
     outputs = {s.key(t) for t in tensors_in(out)}
     origin, packed = s.origin, recorder.kept()
@@ -344,6 +397,7 @@ def record(
         draws=any(op.random for op in ops),
         kept_inputs=frozenset(place for place, tensor in inputs.items() if s.key(tensor) in ours),
         kept_shared=frozenset(position for position, tensor in enumerate(shared) if s.key(tensor) in packed),
+        regions=tuple(recorder.regions),
     )
 
 
@@ -357,6 +411,7 @@ def trace_block(
     run: FakeRun,
     state: Mapping[str, torch.Tensor],
     call: Callable[..., Any] | None = None,
+    regions: Collection[str] = (),
 ) -> BlockTrace:
     """Trace one call of `module` in a fake run in progress. Nothing is computed.
 
@@ -367,6 +422,7 @@ def trace_block(
         shared: those tensors among the arguments that all blocks are called with.
         run, state: the run, and the module's fake parameters and buffers in it.
         call: calls the module; default: the module itself.
+        regions: as for `record`.
     """
     shared_ids = {id(t) for t in shared}
     replaced: dict[int, torch.Tensor] = {}
@@ -391,4 +447,5 @@ def trace_block(
         inputs={place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids},
         shared=[replaced[id(t)] for t in shared if id(t) in replaced],
         module=module,
+        regions=regions,
     )

@@ -18,7 +18,7 @@ from torch import nn
 
 from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.trace.block import BlockTrace
+from nemo_like.planning.trace.block import BlockTrace, trace_block
 from nemo_like.torch_compat import forward_hooks, local_part, tree_flatten
 from nemo_like.transformers_compat import RECORDERS
 
@@ -88,6 +88,22 @@ class BlockKind:
             return inputs[self.passed[position]] if position in self.passed else make(tensor)
 
         return map_tensors(one, self.output)
+
+
+def trace_kind(kind: BlockKind, run: FakeRun, name: str, regions: Sequence[str] = ()) -> BlockTrace:
+    """Trace one call of a block in a fake run in progress; arguments as for `trace_block`."""
+    with torch.set_grad_enabled(kind.grad):
+        return trace_block(
+            kind.module,
+            kind.args,
+            kind.kwargs,
+            name=name,
+            shared=kind.shared,
+            run=run,
+            state=kind.state,
+            call=kind.run,
+            regions=regions,
+        )
 
 
 def autocast_now() -> torch.dtype | None:

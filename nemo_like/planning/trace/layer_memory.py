@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from nemo_like._util.code import callers
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
+from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Policy
@@ -181,7 +181,7 @@ def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
 
 def block_memory(
     kind: BlockKind,
-    policy: Policy | None,
+    regions: Mapping[str, Policy],
     run: FakeRun,
     used: Collection[int],
     *,
@@ -192,13 +192,13 @@ def block_memory(
     halves: bool = False,
     held: bool = False,
 ) -> BlockEvents:
-    """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
+    """Run a block forward and backward on fake tensors and watch its memory.
 
     The engine itself runs, so a table that the engine would refuse is refused here.
 
     Args:
         kind: the block, and how it is called.
-        policy: chooses the tensors that its region saves.
+        regions: the policies of its regions, by their paths in it; an empty path: of the block itself; none: no region.
         run: the run that fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterEvents.used`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them; or backward
@@ -213,7 +213,7 @@ def block_memory(
             in the logs.
 
     Raises:
-        RegionError, PlanMismatchError: `policy` does not fit the block.
+        RegionError, PlanMismatchError: a policy does not fit the block.
         ValueError: its step depends on values, so that it cannot be planned.
     """
     replaced: dict[int, torch.Tensor] = {}
@@ -230,16 +230,17 @@ def block_memory(
     with (
         needing_no_values(kind),
         with_state(kind.module, state),
+        _regions_in_place(kind.module, regions),
         run,
         meter,
         SumsInPlace(),
         _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))),
     ):
         with run.casting(), torch.set_grad_enabled(kind.grad):
-            if policy is None:
-                out = kind.run(*args, **kwargs)
+            if "" in regions:
+                out = run_region(kind.run, args, kwargs, policy=regions[""], name="planned block")
             else:
-                out = run_region(kind.run, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
+                out = kind.run(*args, **kwargs)
         tensors = tensors_in(out)
         outputs = tuple(map(meter.number, tensors))
         roots = {i: t for i, t in enumerate(tensors) if t.requires_grad and i not in kind.passed and i in used}
@@ -280,6 +281,17 @@ def block_memory(
             weights=tuple((n, size) for n, size in log[second:] if size or n not in given_back),
             makers=meter.makers,
         )
+
+
+@contextmanager
+def _regions_in_place(block: nn.Module, policies: Mapping[str, Policy]) -> Iterator[None]:
+    """Have the modules of a block with these paths be regions within it."""
+    with ExitStack() as stack:
+        for path, policy in policies.items():
+            if path:
+                region = Checkpointed(block.get_submodule(path), policy, name=path)
+                stack.enter_context(region.in_place())
+        yield
 
 
 @contextmanager
@@ -333,17 +345,6 @@ def numbers_of(meter: TracedBytes, state: Mapping[str, torch.Tensor]) -> dict[st
         first.setdefault(id(tensor), name)
     named = {name: meter.number(grad) for name in first.values() if (grad := state[name].grad) is not None}
     return {name: number for name, number in named.items() if number}
-
-
-class _ToHost:
-    """CPU memory, which is not the device's: nothing there is counted. A tensor counts again once requested."""
-
-    def to_host(self, tensor: torch.Tensor) -> Any:
-        again = functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return SimpleNamespace(get=again)
-
-    def prefetch(self, handle: Any) -> None:
-        """Start nothing."""
 
 
 def needing_no_values(kind: BlockKind) -> AbstractContextManager[None]:
