@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nemo_like import (
+    FSDP2,
     ContextParallel,
     ExpertParallel,
     Job,
@@ -20,6 +21,7 @@ from nemo_like import (
     Plan,
     PlanSearch,
     TensorParallel,
+    fit,
     parallelize,
     plan_for,
 )
@@ -198,6 +200,18 @@ def test_submodule_is_a_list_of_names_and_recomputes_less_than_whole_layers() ->
     assert parts[0] < parts[1] == parts[2]  # experts are recomputed with their exchange either way
     attention = choices_under(query, parse_ac({"recompute": ["self_attn"]}))
     assert attention is not None and step_seconds(query, attention).parts["expert exchanges"] == parts[0]
+
+
+def test_fit_with_regions_has_the_seconds_of_a_plan() -> None:
+    asked = '{"recompute": ["mlp"], "save": ["mlp.up_proj"]}'
+    how: dict[str, Any] = {"gpu": "h100-80gb", "gpus": 2, "seq_len": 64, "loss": "model", "compile": "inductor"}
+    pins = {"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 1, "micro_batch": 1, "grad_accum": 1, "reshard_after_forward": True}
+    best = fit("llama-tiny", ac=asked, **how, **pins).best
+    row = next(row for row in predict("llama-tiny", rows=[asked], strategy=FSDP2(True), **how).rows if row.ac == asked)
+    assert best is not None and best.seconds.total == row.seconds
+    assert "ac={'save': ['mlp.up_proj'], 'recompute': ['mlp']}" in best.call()
+    with pytest.raises(ValueError, match=r"ac is .*mlp.* and offload is boundary: copies of the inputs of regions"):
+        fit("llama-tiny", ac=asked, offload="boundary", **how)
 
 
 def test_regions_that_keep_other_tensors_in_each_call_are_refused_by_name() -> None:

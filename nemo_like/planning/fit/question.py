@@ -293,6 +293,13 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         if not values:
             raise ValueError(f"{name} is {value!r}; give at least one value, or leave it out.")
         read[name] = tuple(_read(name, one) for one in values)
+    every = (parse_ac(mode) for mode in read.get("ac", ()) if mode not in MODES)
+    lists = [lists for lists in every if isinstance(lists, NamedLists) and not lists.whole]
+    if lists and set(read.setdefault("offload", ("none",))) != {"none"}:
+        raise ValueError(
+            f"ac is {lists[0]} and offload is {', '.join(read['offload'])}: copies of the inputs of regions inside of a layer "
+            "are not predicted. Leave offload out, or recompute whole layers."
+        )
     return read
 
 
@@ -317,11 +324,11 @@ def _lists(text: str) -> str:
     """Return lists of names in the one spelling that they have as a word.
 
     Raises:
-        ValueError: they are none, or have regions inside of layers.
+        ValueError: they are none.
     """
     lists = parse_ac(text)
-    if not isinstance(lists, NamedLists) or not lists.whole:
+    if not isinstance(lists, NamedLists):
         raise ValueError(
-            f"ac is {text!r}; fit counts lists of tensors to save or to offload, and no budget beside them."
+            f"ac is {text!r}; fit counts lists of names, and no budget next to them."
         )
     return lists.mode
