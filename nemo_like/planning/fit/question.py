@@ -297,8 +297,8 @@ def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     lists = [lists for lists in every if isinstance(lists, NamedLists) and not lists.whole]
     if lists and set(read.setdefault("offload", ("none",))) != {"none"}:
         raise ValueError(
-            f"ac is {lists[0]} and offload is {', '.join(read['offload'])}: copies of the inputs of regions inside of a layer "
-            "are not predicted. Leave offload out, or recompute whole layers."
+            f"ac is {lists[0]} and offload is {', '.join(read['offload'])}: copies of the inputs of regions inside of a "
+            "layer are not predicted. Leave offload out, or recompute whole layers."
         )
     return read
 
@@ -328,7 +328,5 @@ def _lists(text: str) -> str:
     """
     lists = parse_ac(text)
     if not isinstance(lists, NamedLists):
-        raise ValueError(
-            f"ac is {text!r}; fit counts lists of names, and no budget next to them."
-        )
+        raise ValueError(f"ac is {text!r}; fit counts lists of names, and no budget next to them.")
     return lists.mode
