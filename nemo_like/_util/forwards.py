@@ -94,14 +94,17 @@ class Forward:
 
     @contextmanager
     def in_place(self: Step) -> Iterator[Step]:
-        """Put this object in the chain, and take the chain that was there before when the context ends."""
-        before = vars(self.module).get("forward")
+        """Put this object in the chain, and take it out again when the context ends."""
         try:
             yield self.put()
         finally:
-            vars(self.module).pop("forward", None)
-            if before is not None:
-                self.module.forward = before
+            chain = _chain(vars(self.module)["forward"])
+            if (outer := next((step for step in chain if step.inner is self), None)) is not None:
+                outer.inner = self.inner
+            elif self.inner is not None:
+                self.module.forward = self.inner
+            else:
+                del self.module.forward
 
     @property
     def __signature__(self) -> inspect.Signature:

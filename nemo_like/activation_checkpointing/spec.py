@@ -184,11 +184,6 @@ class KeepRouting:
         return getattr(self.inner, "strict", True)
 
     @property
-    def moves(self) -> bool:
-        """As `inner`."""
-        return getattr(self.inner, "moves", False)
-
-    @property
     def learns(self) -> bool:
         """As `inner`."""
         return getattr(self.inner, "learns", False)

@@ -372,9 +372,6 @@ class HostDecisions(Offloader):
     """Moves the outputs that policies of regions decide to keep on the host, and nothing else: while the device computes,
     and back a layer ahead."""
 
-    def __init__(self, config: OffloadConfig | None = None, *, backend: Backend | None = None) -> None:
-        super().__init__(config or OffloadConfig("saved", min_bytes=0), backend=backend)
-
     def enclose(self, module: nn.Module) -> None:
         """Have the outputs of a call of `module`, a layer, come back together."""
         module.register_forward_pre_hook(self._begin)
@@ -402,7 +399,7 @@ def place_decisions(
     """
     if not any(getattr(spec.policy, "moves", False) for spec in specs):
         return list(specs)
-    transfer = HostDecisions(backend=backend)
+    transfer = HostDecisions(OffloadConfig("saved", min_bytes=0), backend=backend)
     placements = [CheckpointSpec((name,), policy=None, transfer=transfer) for name in dict.fromkeys(layers)]
     return [replace(spec, transfer=transfer) for spec in specs] + placements
 

@@ -414,10 +414,12 @@ def _of_config(stage: Stage, config: CheckpointConfig) -> list[Choice] | None:
     plain = parse_ac(config.mode)
     assert isinstance(plain, CheckpointConfig)
     if config.mode == "submodule" and config == plain:
-        layers = {name: layer.module for name, layer in zip(stage.names, stage.part.layers)}
+        every = zip(stage.names, stage.part.layers)
+        layers = {name: layer.module for name, layer in every if layer.fqn in stage.part.chosen}
         return stage.by_names(submodule_lists(layers)) if stage.job.offload.mode == "none" else None
     if config.mode == "selective" and config == replace(plain, policy=config.policy, ops_to_save=config.ops_to_save):
-        return stage.part.under_policy(policy_of(config))
+        by_tensors = getattr(policy_of(config).start(), "needs_call", False)  # and a plan has none
+        return None if by_tensors else stage.part.under_policy(policy_of(config))
     return stage.part.uniform(config.mode) if config.mode in MODES and config == plain else None
 
 

@@ -407,8 +407,9 @@ class Stage:
 
 def _decided_on(choice: Choice, problem: BlockProblem) -> tuple[int, ...]:
     """Return the bytes of each storage that a choice keeps in CPU memory."""
-    words = choice.decisions if choice.host_bytes else ()
-    return tuple(size for op, word in zip(problem.records, words) if word == "host" for size in op.parts)
+    if not choice.host_bytes:
+        return ()
+    return tuple(size for op, word in zip(problem.records, choice.decisions) if word == "host" for size in op.parts)
 
 
 class HeldOnce(NamedTuple):

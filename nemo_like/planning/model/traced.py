@@ -239,9 +239,8 @@ class TracedPart:
 
     def _each(self, per_kind: Sequence[Choice]) -> list[Choice]:
         """Return the choice of each layer call, of its kind where it is in scope."""
-        chosen = [call.fqn in self.chosen for call in self.traced.calls]
-        every = zip(self.traced.calls, chosen)
-        return [per_kind[call.kind] if is_chosen else self.problems[call.kind].none() for call, is_chosen in every]
+        none = [problem.none() for problem in self.problems]
+        return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
 
     def by_names(self, lists: NamedLists, names: Mapping[str, str], *, skip: bool, whole: bool = True) -> list[Choice]:
         """Return the choice of each layer call under lists of names.
@@ -484,8 +483,8 @@ def _holds_its_call(choice: Choice, kind: BlockKind) -> bool:
 def _policy(problem: BlockProblem, choice: Choice) -> Policy:
     if choice.is_full:
         return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
-    rows = problem.rows(choice).items()
-    return DecisionTable.from_json({op: ["save" if word == "host" else word for word in row] for op, row in rows})
+    on_device = {"host": "save"}
+    return DecisionTable.from_json({op: [on_device.get(w, w) for w in row] for op, row in problem.rows(choice).items()})
 
 
 def shape_of(job: Job) -> Hashable:

@@ -69,8 +69,10 @@ class RegionChoice:
 
     @property
     def rows(self) -> dict[str, list[str]]:
-        """Its decision table in JSON values; empty: it keeps its inputs alone."""
-        return {} if self.choice.is_full else self.problem.rows(self.choice)
+        """Its decision table in JSON values, for a table that is not strict; empty: it keeps its inputs alone."""
+        if self.choice.is_full or not self.choice.decisions:  # without decisions it runs no operator again
+            return {}
+        return self.problem.rows(self.choice, one_attention=True)
 
 
 @dataclass(frozen=True)
