@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job, PipelineParallel, TensorParallel, parallelize
+from nemo_like import ContextParallel, Job, PipelineParallel, TensorParallel, parallelize
 from nemo_like.activation_checkpointing.engine import region
 from nemo_like.fake_rank import dry_run
 from nemo_like.models import resolve_model
@@ -70,6 +70,11 @@ def _compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
         ("mixtral", {"ep": 2}),
         ("llama", {"pp": PipelineParallel(2, "1f1b", microbatches=2)}),
         pytest.param("mixtral", {}, marks=pytest.mark.long),
+        pytest.param("mixtral", {"tp": 2}, marks=pytest.mark.long),
+        pytest.param("mixtral", {"cp": 2}, marks=pytest.mark.long),
+        pytest.param("mixtral", {"pp": PipelineParallel(2, "1f1b", microbatches=2)}, marks=pytest.mark.long),
+        pytest.param("llama", {"cp": ContextParallel(2, "ulysses")}, marks=pytest.mark.long),
+        pytest.param("gemma3", {"tp": 2}, marks=pytest.mark.long),
         pytest.param("gemma3", {"cp": 2}, marks=pytest.mark.long),
     ],
 )
@@ -82,6 +87,7 @@ def test_gradients_are_those_of_no_checkpointing(name: str, options: dict[str, A
     [
         ({"save": ["attention", "self_attn.*_proj"]}, {}),
         ({"save": ["**.input"]}, {"tp": TensorParallel(2, sequence_parallel=True)}),
+        ({"recompute": ["mlp", "self_attn"], "save": ["mlp.gate_proj"]}, {}),
         pytest.param({"save": ["**.input"]}, {"cp": 2}, marks=pytest.mark.long),
         pytest.param([{"layers": "model.layers.[0-1]", "save": ["matmuls"]}, {"recompute": []}], {}, marks=pytest.mark.long),
     ],

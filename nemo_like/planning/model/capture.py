@@ -265,7 +265,7 @@ class _Watcher:
             first = next(call.fqn for call in self.calls if call.module is kind.module)
             with named_reason(self.model, describe(args, kwargs)):
                 kind.trace = trace_kind(kind, run, f"{first} ({type(kind.module).__name__})")
-            kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
+            kind.kept_at = kind.places_of(kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs)
 
 

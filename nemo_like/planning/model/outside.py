@@ -40,7 +40,7 @@ def outer_memory(
     accumulate: bool | UpdateInBackward = False,
     device: Device | None = None,
     halves: bool = False,
-    regions: bool = True,
+    held: Sequence[frozenset[Place]] | None = None,
     split_loss: bool = False,
 ) -> OuterEvents:
     """Run the model's step outside its layers on fake tensors and watch its memory.
@@ -52,7 +52,7 @@ def outer_memory(
         accumulate: as for `nemo_like.planning.trace.layer_memory.block_memory`.
         device: the device whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
-        regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd saves.
+        held: places of the shared inputs that each kind of layer holds; None: all, as where layers are checkpointed.
         split_loss: the logits are one rank's part, by vocabulary, and the loss is that of all ranks' parts.
 
     Raises:
@@ -81,7 +81,9 @@ def outer_memory(
             }
             at = len(meter.log)
             call = LayerStub(position, meter, backs, used[number], layouts[number])
-            output, records, trains = stand_in(kind, args, kwargs, call, regions)
+            output, records, trains = stand_in(
+                kind, args, kwargs, call, kind.shared_at if held is None else held[number]
+            )
             if trains:
                 alive[position] = weakref.ref(call)
             output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
@@ -248,16 +250,15 @@ class _StubbedLayer(torch.autograd.Function):
 
 
 def stand_in(
-    kind: BlockKind, args: tuple, kwargs: dict[str, Any], call: LayerStub, regions: bool
+    kind: BlockKind, args: tuple, kwargs: dict[str, Any], call: LayerStub, held: frozenset[Place]
 ) -> tuple[Any, Any, bool]:
     """Return the output of a layer that is not run, its records for recorders, and whether it has a backward.
 
     Args:
         kind, args, kwargs: the layer, and how it is called.
         call: is completed; the backward holds it.
-        regions: whether it is checkpointed, so that it holds all that it is called with.
+        held: places of the shared inputs that it holds.
     """
-    places_held = kind.shared_at if regions else kind.kept_at
     tensors = by_argument(args, kwargs)
     outputs = tensors_in(kind.output)
     call.places = [place for place in range(len(outputs)) if place not in kind.passed]
@@ -267,7 +268,7 @@ def stand_in(
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        call.held = [tensor for place, tensor in tensors.items() if place in places_held]
+        call.held = [tensor for place, tensor in tensors.items() if place in held]
         replacements = iter(_StubbedLayer.apply(call, wanted, *inputs))
     else:
         replacements = map(torch.empty_like, wanted)

@@ -18,7 +18,7 @@ from torch import nn
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
-from nemo_like._util.tensors import describe, tensors_in
+from nemo_like._util.tensors import Place, describe, tensors_in
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.names import check_lists, regions_of
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
@@ -48,7 +48,7 @@ from nemo_like.planning.selection.layer import (
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
-from nemo_like.planning.trace.kinds import BlockKind, ModelTrace, TracedCall, trace_kind
+from nemo_like.planning.trace.kinds import ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
 from nemo_like.precision import check_capability, check_float8, float8_linears
@@ -405,17 +405,13 @@ class TracedPart:
         Args:
             loss: of the step; None: the traced one.
             accumulate: backward adds to gradients that are there.
-            choices: how the layers run; None: as regions, which hold all that they are called with. Where only some are
-                regions, the others are counted as such, too.
+            choices: how the layers run; None: as regions, which hold all that they are called with. Where only some of a
+                kind are regions, the others are counted as such, too.
             halves: backward is cut in two.
         """
         loss = self.loss if loss is None else loss
-        kinds = self.traced.kinds
-        regions = choices is None or any(
-            _holds_its_call(choice, kinds[call.kind]) for call, choice in zip(self.traced.calls, choices)
-        )
-        regions |= all(kind.kept_at == kind.shared_at for kind in kinds)
-        key = (self._number, loss, accumulate, regions, halves)
+        held = self._held(choices)
+        key = (self._number, loss, accumulate, held, halves)
         if key not in self.cache.outside:
             memory = outer_memory(
                 self.model,
@@ -426,13 +422,26 @@ class TracedPart:
                 accumulate=accumulate,
                 device=self.device,
                 halves=halves,
-                regions=regions,
+                held=held,
                 split_loss=self.splits_loss,
             )
             for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():
                 say_whole_logits(self.whole, reason)
             self.cache.outside[key] = memory
         return self.cache.outside[key]
+
+    def _held(self, choices: Sequence[Choice] | None) -> tuple[frozenset[Place], ...]:
+        """Return the places of the shared inputs that each kind of layer holds."""
+        if choices is None:
+            return tuple(kind.shared_at for kind in self.traced.kinds)
+        held = [kind.kept_at for kind in self.traced.kinds]
+        for call, choice in zip(self.traced.calls, choices):
+            kind = self.traced.kinds[call.kind]
+            if choice.decisions:
+                held[call.kind] |= (
+                    kind.shared_at if choice.around is None else kind.places_of(choice.around.kept_shared)
+                )
+        return tuple(held)
 
     def can_chunk(self) -> bool:
         """Return whether the loss can be computed in chunks, so that the logits are never whole."""
@@ -472,12 +481,6 @@ class TracedPart:
         """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""
         weights = {weight for expert in self.experts for weight in expert.weights}
         return frozenset(name for name, p in call.module.named_parameters() if p in weights)
-
-
-def _holds_its_call(choice: Choice, kind: BlockKind) -> bool:
-    """Return whether a layer holds more of the tensors that it shares with others than without checkpointing."""
-    assert kind.trace is not None
-    return bool(choice.decisions) and (choice.around is None or choice.around.kept_shared > kind.trace.kept_shared)
 
 
 def _policy(problem: BlockProblem, choice: Choice) -> Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,11 @@ class BlockKind:
     given: tuple[tuple[str, str], ...] = ()
     # Dtype of the autocast that it is called in, which may be the model's own; None: in none.
     autocast: torch.dtype | None = None
+
+    def places_of(self, numbers: Collection[int]) -> frozenset[Place]:
+        """Return the places in its call of the shared tensors with these numbers among `shared`."""
+        at = [place for place in by_argument(self.args, self.kwargs) if place in self.shared_at]
+        return frozenset(place for number, place in enumerate(at) if number in numbers)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, with the tensors that it leaves in `left`, if any: both get gradients."""
