@@ -288,6 +288,11 @@ def test_prices_of_lists_are_those_that_a_plan_has() -> None:
     report = predict("llama3-8b", gpu="h100-80gb", gpus=8, seq_len=8192, loss="chunked", rows=asked)
     rows = {row.ac: (f"{1e3 * row.seconds:,.0f}", f"{row.need.bytes / 2**30:.1f}") for row in report.rows}
     assert {ac: rows[ac.strip('"')] for ac in written} == written
+    # The price of core attention that the page quotes from the log: the difference of two whole steps, a layer.
+    with_it, full = (next(row for row in report.rows if row.ac == ac) for ac in ('{"save": ["attention"]}', "full"))
+    size, seconds = with_it.plan.held_bytes - full.plan.held_bytes, full.seconds - with_it.seconds
+    assert f"costs {size / 32 / 2**20:.2f}MiB a layer and buys {1e3 * seconds / 32:.2g} ms" in pages[1].replace("\n", " ")
+    assert size == 32 * (8192 * (4096 * 2 + 32 * 4) + 16)  # 16 bits, sums in float32, the state of a generator
 
 
 def test_the_readme_has_rows_of_the_page_of_modes() -> None:

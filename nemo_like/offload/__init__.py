@@ -2,7 +2,6 @@
 
 from nemo_like.offload.mover import OffloadStats
 from nemo_like.offload.offloader import (
-    HostDecisions,
     HostPolicy,
     Offloader,
     Offloading,
@@ -14,7 +13,6 @@ from nemo_like.offload.offloader import (
 )
 
 __all__ = [
-    "HostDecisions",
     "HostPolicy",
     "OffloadStats",
     "Offloader",

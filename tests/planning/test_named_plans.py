@@ -127,10 +127,9 @@ def _peaks(name: str, ac: Any) -> tuple[int, int]:
     assert choices is not None, ac
     model = parallelize(family.build(), "single", ac=ac, precision=None, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    args, kwargs = split_sample(sample)
 
     def one() -> None:
-        loss_of(model(*args, **kwargs)).backward()
+        loss_of(model(*split_sample(sample)[0], **split_sample(sample)[1])).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
@@ -178,16 +177,14 @@ def test_a_plan_of_regions_is_saved_with_them_and_carried_out(tmp_path: Any) -> 
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json", family.build())
     assert again == plan and plan.lists is not None and plan.lists.words == asked
-    first = plan.layers[0]
-    assert first.decisions is None and set(first.regions or ()) == {"mlp", "self_attn"} and not first.regions["self_attn"]
+    assert plan.layers[0].decisions is None and set(plan.layers[0].regions) == {"mlp", "self_attn"}
+    assert not plan.layers[0].regions["self_attn"]
     by_plan, by_names = (parallelize(family.build(), "single", ac=ac, precision=None) for ac in (again, asked))
     assert [r.name for r in regions_in(by_plan)] == [r.name for r in regions_in(by_names)]
-    args, kwargs = split_sample(sample)
     for model in (by_plan, by_names, plain := parallelize(family.build(), "single", ac="none", precision=None)):
-        loss_of(model(*args, **kwargs)).backward()
-    expected = gradients_of(plain)
+        loss_of(model(**sample)).backward()
     for model in (by_plan, by_names):
-        assert_bitwise(gradients_of(model), expected, "")
+        assert_bitwise(gradients_of(model), gradients_of(plain), "")
 
 
 def test_submodule_is_a_list_of_names_and_recomputes_less_than_whole_layers() -> None:
@@ -206,13 +203,14 @@ def test_submodule_is_a_list_of_names_and_recomputes_less_than_whole_layers() ->
     assert attention is not None and step_seconds(query, attention).parts["expert exchanges"] == parts[0]
 
 
-def test_fit_with_regions_has_the_seconds_of_a_plan() -> None:
+def test_fit_with_regions_has_the_bytes_and_seconds_of_a_plan() -> None:
     asked = '{"recompute": ["mlp"], "save": ["mlp.up_proj"]}'
-    how: dict[str, Any] = {"gpu": "h100-80gb", "gpus": 2, "seq_len": 64, "loss": "model", "compile": "inductor"}
+    how: dict[str, Any] = {"gpu": "h100-80gb", "gpus": 2, "seq_len": 64, "loss": "model", "compile": "inductor",
+                           "optimizer": "adamw-fused"}  # fmt: skip  # which fit's loop has on a GPU
     pins = {"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 1, "micro_batch": 1, "grad_accum": 1, "reshard_after_forward": True}
     best = fit("llama-tiny", ac=asked, **how, **pins).best
     row = next(row for row in predict("llama-tiny", rows=[asked], strategy=FSDP2(True), **how).rows if row.ac == asked)
-    assert best is not None and best.seconds.total == row.seconds
+    assert best is not None and (best.peak_bytes, best.seconds.total) == (row.plan.peak_bytes, row.seconds)
     assert "ac={'save': ['mlp.up_proj'], 'recompute': ['mlp']}" in best.call()
     with pytest.raises(ValueError, match=r"ac is .*mlp.* and offload is boundary: copies of the inputs of regions"):
         fit("llama-tiny", ac=asked, offload="boundary", **how)
@@ -238,13 +236,12 @@ def test_regions_that_keep_other_tensors_in_each_call_are_refused_by_name() -> N
 
 
 def test_a_fused_attention_that_a_list_recomputes_has_its_price_said(caplog: pytest.LogCaptureFixture) -> None:
-    heads, tokens, width = 4, 64, 32  # of llama-tiny
     with caplog.at_level("INFO", logger="nemo_like"):
-        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=tokens, rows=['{"save": ["mlp.up_proj"]}'])
+        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=64, rows=['{"save": ["mlp.up_proj"]}'])
         said = [r.getMessage() for r in caplog.records if "Core attention is fused" in r.getMessage()]
         caplog.clear()
-        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=tokens, rows=['{"save": ["attention"]}'])
-    size = tokens * heads * (2 * width + 4) + 16  # bfloat16, sums of scores in float32, the state of a generator
+        predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=64, rows=['{"save": ["attention"]}'])
+    size = 64 * 4 * (2 * 32 + 4) + 16  # tokens, heads; their 16 bits, a sum in float32; the state of a generator
     assert len(said) == 1 and f"costs {size / 1024:.2f}KiB a layer and buys " in said[0]
     assert not caplog.records
 

@@ -276,7 +276,7 @@ class TracedPart:
             return problem.none()
         with run, under_loss_parallel(self.splits_loss):
             around = trace_kind(block, run, problem.trace.name, regions)
-        return problem.in_regions(around, names, skip=skip)
+        return self.proved(kind, problem.in_regions(around, names, skip=skip))
 
     def regions(self, kind: int, choice: Choice) -> dict[str, Policy]:
         """Return the policies that carry out `choice`, with the operators as they were traced, by the paths of their modules
