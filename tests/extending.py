@@ -135,7 +135,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit("activation_checkpointing/plan.py", '    OPTIMIZER_STATE = "optimizer state"\n', '    TOY = "toys"\n'),
         Edit(
             "planning/predictions/rank.py",
-            "        make(stage.part.traced.run.tables.bytes",
+            "        make(stage.part.traced.table_bytes",
             "        make(1 << 20, Part.TOY)\n",
         ),
     ),

@@ -2,14 +2,13 @@
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # ranks share the machine's cores; a pool per rank would only make them wait
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["NEMO_LIKE_CACHE"] = tempfile.mkdtemp(prefix="nemo_like-")  # no rates that somebody measured here
+os.environ["NEMO_LIKE_CACHE"] = "off"  # no rates that somebody measured here, no traces of another test
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

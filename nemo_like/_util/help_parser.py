@@ -18,7 +18,7 @@ GROUPS = {
     "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch steps epochs lr
         schedule warmup_steps lr_floor weight_decay beta1 beta2 clip seed eval_every eval_samples""",
     "output": """config settings_file settings_to paste_as runs repeats count explain what_if
-        check minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide json
+        check minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide cache json
         save checkpoint_dir save_every keep resume sync_save output export merge tensorboard wandb""",
 }
 """The options of each group in the help, by the attribute that they set; those of a job name their group themselves."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 logger = logging.getLogger("nemo_like")
 
 _announced: set[str] = set()
+_times = 0
 
 
 def is_rank_zero() -> bool:
@@ -17,12 +18,19 @@ def is_rank_zero() -> bool:
 
 def say_once(message: str, *, level: int = logging.INFO, key: str | None = None) -> None:
     """Log `message` on rank zero, once in this process for each `key` (default: the message itself)."""
+    global _times
+    _times += 1
     key = message if key is None else key
     if key in _announced:
         return
     _announced.add(key)
     if is_rank_zero():
         logger.log(level, message)
+
+
+def times_said() -> int:
+    """Return how often `say_once` was called, also with messages that were logged before."""
+    return _times
 
 
 def warn_once(message: str, *, key: str | None = None) -> None:

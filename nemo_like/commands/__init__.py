@@ -36,6 +36,11 @@ LORA = "adapters of this rank train, all else is frozen, in the dtype of --preci
 MODEL: dict[str, Any] = {"help": "a preset (llama3-8b, ...), a config.json, or module:function"}
 STORED: dict[str, Any] = {"default": "fp32", "help": "parameters as stored (default: %(default)s)"}
 WIDE: dict[str, Any] = {"action": "store_true", "help": "print all columns, however narrow the screen is"}
+NO_CACHE: dict[str, Any] = {
+    "dest": "cache",
+    "action": "store_false",
+    "help": "trace again, and keep no traces; by default they are in NEMO_LIKE_CACHE (a folder, or off), ~/.cache/nemo_like",
+}
 # The help of ``--vocab-size``.
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 

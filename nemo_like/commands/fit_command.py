@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import flag, refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
-from nemo_like.commands import LORA, MODEL, STORED, WIDE, print_report, settings_options
+from nemo_like.commands import LORA, MODEL, NO_CACHE, STORED, WIDE, print_report, settings_options
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import write_to
 from nemo_like.commands.step_options import refuse_host_memory
@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "also print where each GiB and each millisecond of the N-th comes from (default: of the first)",
     },
     "--wide": WIDE,
+    "--no-cache": NO_CACHE,
     "--calibrate": {
         "action": "store_true",
         "help": "first measure the speeds of the device at hand, and keep them for later plans; alone: nothing else",
@@ -149,7 +150,9 @@ def first_line(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
+    from nemo_like.models import resolve_model
     from nemo_like.planning.fit import fit
+    from nemo_like.planning.trace.store import keeping
 
     if args.calibrate:
         _calibrate()
@@ -160,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     for name in flags_of("strategy"):  # some of their words are of the command line
         if isinstance(pins.get(name), list):
             pins[name] = [FLAGS[name].read(word) for word in pins[name]]
-    with progress() as say:
+    config = resolve_model(args.model).config
+    with keeping(args.cache, config, args.dtype, args.lora, args.lora and args.precision), progress() as say:
         report = fit(
             args.model,
             gpus=args.gpus,

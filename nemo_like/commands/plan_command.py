@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
-from nemo_like.commands import MODEL, WIDE, print_report, settings_options, step_options
+from nemo_like.commands import MODEL, NO_CACHE, WIDE, print_report, settings_options, step_options
 from nemo_like.commands.settings_options import write_to
 from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.flags import BATCH_SIZE, SEQ_LEN
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
     import torch
 
     from nemo_like.job import Job
+    from nemo_like.models import ModelSource
     from nemo_like.planning.model.inputs import ModelInput
     from nemo_like.planning.query import PlanQuery
 
@@ -59,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--no-what-if": {"dest": "what_if", "action": "store_false", "help": "plan for no change of the job"},
     "--wide": WIDE,
+    "--no-cache": NO_CACHE,
     "--check": {
         "action": "store_true",
         "help": "also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
@@ -78,7 +80,16 @@ def first_line(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
-    from nemo_like.models import most_positions, resolve_model
+    from nemo_like.models import resolve_model
+    from nemo_like.planning.trace.store import keeping
+
+    source = resolve_model(args.model)
+    with keeping(args.cache, source.config, args.dtype, args.lora):
+        return _answer(args, source)
+
+
+def _answer(args: argparse.Namespace, source: ModelSource) -> int:
+    from nemo_like.models import most_positions
     from nemo_like.planning.devices import device_of
     from nemo_like.planning.predict import answered, searched_size
     from nemo_like.planning.report import WhatIf, what_if
@@ -86,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     search = searched_size(gpus=args.world_size, seq_len=args.seq_len, batch_size=args.batch_size)
     limit = None if args.memory is None else parse_bytes(args.memory, "--memory")
     _check(args)
-    source = resolve_model(args.model)
     args = _with_a_start(args, search, most_positions(source.config))
     job = asked_job(args)
     if args.check:
@@ -100,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.calibrate_from is not None:
         if search:
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
-        return run(_calibrated(args, query))
+        return _answer(_calibrated(args, query), source)
     step, query, report = answered(step, search, args.model, args.ac, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()

@@ -42,6 +42,10 @@ def calibrate(seconds: float | None = None) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
+    at_hand = device_at_hand()
+    path = rates_file(at_hand)
+    if path is None:
+        raise ValueError("NEMO_LIKE_CACHE is 'off', so measured rates are not kept. Set it to a folder, or unset it.")
     seconds = SECONDS if seconds is None else seconds
     kind = pick_device_type()
     device = current_device(kind)
@@ -59,8 +63,6 @@ def calibrate(seconds: float | None = None) -> Path:
         rates["host_link"] = _copy(torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True), device, seconds)
     if dist.is_initialized() and world_size() > 1:
         rates["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
-    at_hand = device_at_hand()
-    path = rates_file(at_hand)
     if rank() == 0:
         about = {
             "device": at_hand.name,

@@ -132,17 +132,18 @@ def device_of(job: Job) -> Device:
     return job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))
 
 
-def cache_folder() -> Path:
-    """Return the folder of measured rates: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
+def cache_folder() -> Path | None:
+    """Return the folder of measured rates and kept traces: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for
+    caches; None: it is ``off``."""
     if folder := os.environ.get("NEMO_LIKE_CACHE"):
-        return Path(folder)
+        return None if folder == "off" else Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"
 
 
-def rates_file(device: Device) -> Path:
-    """Return the file of the rates that devices of that kind reach."""
-    name = device.known_as or device.name
-    return cache_folder() / "rates" / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+def rates_file(device: Device) -> Path | None:
+    """Return the file of the rates that devices of that kind reach; None: there is no folder for it."""
+    folder, name = cache_folder(), device.known_as or device.name
+    return folder and folder / "rates" / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
 # By field of `Device` that is measured, its entry in the file.
@@ -163,7 +164,7 @@ def calibrated(device: Device) -> Device:
     """`device` at the rates that were measured on one of its name; as it is where none were, or the file is damaged (said
     once)."""
     path = rates_file(device)
-    if not path.exists():
+    if path is None or not path.exists():
         return device
     try:
         return replace(device, **_measured_rates(device, json.loads(path.read_text(encoding="utf-8")), path))

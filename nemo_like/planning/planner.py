@@ -329,7 +329,7 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     if any("host" in choice.decisions for choices in chosen or () for choice in choices):
         chosen = None  # fake tensors in CPU memory are on the device that they stand for, so that a dry run counts them
     peak = None if chosen is None else rank_peak(query, rank * job.pp.size // job.ranks, chosen).total
-    return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
+    return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.live, peak)
 
 
 def choices_under(query: PlanQuery, ac: Ac | None = None, asked: str = "") -> Choices | None:

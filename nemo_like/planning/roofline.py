@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from nemo_like.losses.rows import REPEATS
 from nemo_like.options.optimizers import OPTIMIZERS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
+from nemo_like.planning.trace.records import Work
 from nemo_like.torch_compat import TorchDispatchMode
 
 # Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and
@@ -70,13 +71,12 @@ def is_sequence_op(op: OpRecord) -> bool:
     return op.op.namespace == "nemo_like" and op_facts.collective and not op_facts.exchange and not op_facts.attention
 
 
-class OpSeconds(TorchDispatchMode):
-    """Sums ``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` over the ops inside it, fake ones too."""
+class OpWork(TorchDispatchMode):
+    """Notes the work of the ops inside it, fake ones too."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device, self.seconds = device, 0.0
-        self.kinds: defaultdict[str, float] = defaultdict(float)  # `seconds` by `kernel_kind`.
+        self.work: list[Work] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -89,11 +89,18 @@ class OpSeconds(TorchDispatchMode):
         if inputs and not _views(func):
             half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
             flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
-            once = max(flops / self.device.flops_of(func, half=half), moved / self.device.bandwidth)
-            seconds = once * REPEATS.get()
-            self.seconds += seconds
-            self.kinds[kernel_kind(func, flops)] += seconds
+            self.work.append(Work(func, half, flops, moved, REPEATS.get()))
         return out
+
+
+def work_seconds(work: Iterable[Work], device: Device) -> tuple[float, dict[str, float]]:
+    """Return ``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` of operators: of all, by `kernel_kind`."""
+    total, kinds = 0.0, defaultdict[str, float](float)
+    for op, half, flops, moved, times in work:
+        seconds = max(flops / device.flops_of(op, half=half), moved / device.bandwidth) * times
+        total += seconds
+        kinds[kernel_kind(op, flops)] += seconds
+    return total, dict(kinds)
 
 
 def kernel_kind(op: Any, flops: int) -> str:

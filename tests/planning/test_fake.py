@@ -241,9 +241,9 @@ def test_a_layer_whose_backward_looks_at_values(ask: Callable[[PlanQuery, Any], 
 
 def test_both_halves_of_such_a_backward() -> None:
     query = _query(inside=True)
-    kind = part_of(query).traced.kinds[-1]  # what it is called with gets a gradient
+    kind = part_of(query).live.kinds[-1]  # what it is called with gets a gradient
     with pytest.raises(ValueError, match="cannot be planned: its step depends on values"):
-        block_memory(kind, {}, part_of(query).traced.run, {0}, accumulate=False, halves=True)
+        block_memory(kind, {}, part_of(query).live.run, {0}, accumulate=False, halves=True)
 
 
 def test_a_model_that_looks_at_values_around_its_layers() -> None:

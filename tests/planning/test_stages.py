@@ -243,7 +243,7 @@ def test_a_whole_backward(forward: Callable[..., Tensor], mode: str) -> None:
 def test_a_backward_in_halves(forward: Callable[..., Tensor], mode: str) -> None:
     part = _part(forward)
     (choice,) = set(part.uniform(mode))
-    kind, regions, run = part.traced.kinds[0], part.regions(0, choice), part.traced.run
+    kind, regions, run = part.live.kinds[0], part.regions(0, choice), part.live.run
     given, received = (
         block_memory(kind, regions, run, {0}, accumulate=False, received=stays, halves=True) for stays in (False, True)
     )

@@ -260,12 +260,11 @@ class _Watcher:
         for kind in self.kinds:
             inputs = by_argument(kind.args, kind.kwargs)
             at = {place: tensor for place, tensor in inputs.items() if id(tensor.untyped_storage()) in shared}
-            kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
+            kind.shared_at, kind.shared = tuple(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             first = next(call.fqn for call in self.calls if call.module is kind.module)
             with named_reason(self.model, describe(args, kwargs)):
                 kind.trace = trace_kind(kind, run, f"{first} ({type(kind.module).__name__})")
-            kind.kept_at = kind.places_of(kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs)
 
 

@@ -22,8 +22,7 @@ from nemo_like.fake.run import cache_off, replaced_forwards
 from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.devices import Device
-from nemo_like.planning.roofline import OpSeconds
+from nemo_like.planning.roofline import OpWork
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace, record_again
 from nemo_like.planning.trace.layer_memory import SumsInPlace, TracedBytes, backward_of_inputs, with_gradients
 from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEvents
@@ -38,7 +37,6 @@ def outer_memory(
     chunks: ChunkedLoss | None = None,
     *,
     accumulate: bool | UpdateInBackward = False,
-    device: Device | None = None,
     halves: bool = False,
     held: Sequence[frozenset[Place]] | None = None,
     split_loss: bool = False,
@@ -50,7 +48,6 @@ def outer_memory(
         step: the loss of the loop, and whether it keeps the output.
         chunks: compute the loss that the model computes in such chunks.
         accumulate: as for `nemo_like.planning.trace.layer_memory.block_memory`.
-        device: the device whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
         held: places of the shared inputs that each kind of layer holds; None: all, as where layers are checkpointed.
         split_loss: the logits are one rank's part, by vocabulary, and the loss is that of all ranks' parts.
@@ -58,7 +55,7 @@ def outer_memory(
     Raises:
         ValueError: its step depends on values, so that it cannot be planned.
     """
-    timer = None if device is None else OpSeconds(device)
+    timer = OpWork()
     state = leaves_of(traced.state)
     leaves = list(dict.fromkeys(state.values()))
     before = with_gradients(leaves, traced.run, accumulate, in_layer=False) if accumulate else []
@@ -82,7 +79,7 @@ def outer_memory(
             at = len(meter.log)
             call = LayerStub(position, meter, backs, used[number], layouts[number])
             output, records, trains = stand_in(
-                kind, args, kwargs, call, kind.shared_at if held is None else held[number]
+                kind, args, kwargs, call, frozenset(kind.shared_at) if held is None else held[number]
             )
             if trains:
                 alive[position] = weakref.ref(call)
@@ -104,7 +101,7 @@ def outer_memory(
         traced.run,
         meter,
         SumsInPlace(),
-        timer or nullcontext(),
+        timer,
         replaced_forwards(layers, stub),
         under_loss_parallel(split_loss),
         edges(model),
@@ -166,9 +163,8 @@ def outer_memory(
         whole_logits=whole,
         own_loss=own_loss,
         in_chunks=chunks is not None and not whole,
-        seconds=0.0 if timer is None else timer.seconds,
+        work=tuple(timer.work),
         dropped=frozenset(gone - {back.layer for back in backs}),
-        kinds={} if timer is None else dict(timer.kinds),
     )
 
 

@@ -24,7 +24,7 @@ from nemo_like.activation_checkpointing.names import check_lists, regions_of
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
-from nemo_like.distributed.documents import keep_documents_apart
+from nemo_like.distributed.documents import in_blocks, keep_documents_apart
 from nemo_like.distributed.expert.split_experts import Experts, has_experts, refuse_lists
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
@@ -38,6 +38,7 @@ from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import outer_memory
+from nemo_like.planning.roofline import work_seconds
 from nemo_like.planning.selection.layer import (
     BlockProblem,
     BlockSeconds,
@@ -47,10 +48,12 @@ from nemo_like.planning.selection.layer import (
     decided,
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
+from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
-from nemo_like.planning.trace.kinds import ModelTrace, TracedCall, trace_kind
+from nemo_like.planning.trace.kinds import KindFacts, ModelFacts, ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
+from nemo_like.planning.trace.store import contents_of_integers, current_store, digest
 from nemo_like.precision import check_capability, check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
 
@@ -76,6 +79,7 @@ class TraceCache:
         self.shardings: dict[Hashable, Sharding] = {}
         # Parts before, in and after the layers; or the reason why the model cannot be cut.
         self.cut: StageParts | str | None = None
+        self.store = current_store()
         self._numbers: dict[Any, int] = {}
 
     def number(self, key: Hashable) -> int:
@@ -160,37 +164,60 @@ class TracedPart:
         self._cut = contextlib.ExitStack()  # of the copy, which stays cut
         if job.cp.size > 1:
             self._cut.enter_context(cut_for_planning(self.model, job.cp, self.layers, call_of(self.model)))
-        self._trace(sample_input, dtype, lower, job)
+        self.sample = describe(tuple(tensors_in(sample_input)), {})
+        routing = routing_of(self.whole, job)
+        how: dict[str, Any] = {"dtype": dtype, "autocast": lower, "cuda": self.device.cuda, "routing": routing}
+        self._run = functools.partial(trace_model, self.model, self.layers, sample_input, **how)
+        # On which its results depend, besides the model: what no entry of a store tells.
+        shape = (self.device.kind, self.device.cuda, job.param_dtype, job.precision.matmuls, job.fsdp is None)
+        stage = getattr(model, STAGE_MARK, None)
+        place = None if stage is None else (stage.is_first, stage.is_last, stage.layers)
+        named = (place, *(layer.fqn for layer in self.layers), in_blocks.get())
+        self._about = (shape, job.tp, job.cp, job.ep, routing, named, self.sample, contents_of_integers(sample_input))
+        self.traced = self._facts()
+        rates = self.device
+        if job.precision.matmuls not in (None, "mxfp8-emulated") and "float8" in rates.matmul_flops:
+            # All matmuls of layers count at the rate of float8, also those of the few linears that it does not fit. Where
+            # no rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
+            rates = replace(rates, matmul_flops={**rates.matmul_flops, "half": rates.matmul_flops["float8"]})
+        self.problems = [BlockProblem(kind.trace, rates) for kind in self.traced.kinds]
+        # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
+        kinds = self.traced.kinds
+        alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
+        self.results: dict[Hashable, Any] = {}  # Results of methods, by their arguments (`_remembered`).
+        self._number = self.cache.number((self.shape, self.sample, self.is_stage, alike))
         if self.not_run:
             warn_once(
                 f"{self.idle_layers()} did not run with the sample input: the plan and its peak do not cover them. Give a "
                 "sample_input that goes through them, such as pictures or sound together with the text."
             )
 
-    def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
-        device = self.device
-        self.sample = describe(tuple(tensors_in(sample_input)), {})
+    @cached_property
+    def live(self) -> ModelTrace:
+        """The trace itself, whose blocks can be run; it is made where a result is not kept."""
         with under_loss_parallel(self.splits_loss):
-            self.traced: ModelTrace = trace_model(
-                self.model,
-                self.layers,
-                sample_input,
-                dtype=dtype,
-                autocast=lower,
-                cuda=device.cuda,
-                routing=routing_of(self.whole, job),
-            )
-        rates = device
-        if job.precision.matmuls not in (None, "mxfp8-emulated") and "float8" in device.matmul_flops:
-            # All matmuls of layers count at the rate of float8, also those of the few linears that it does not fit. Where
-            # no rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
-            rates = replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})
-        self.problems = [BlockProblem(trace, rates) for trace in self.traced.traces()]
-        # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
-        kinds = self.traced.kinds
-        alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
-        self.results: dict[Hashable, Any] = {}  # Results of methods, by their arguments (`_remembered`).
-        self._number = self.cache.number((self.shape, self.sample, self.is_stage, alike))
+            return self._run()
+
+    def _facts(self) -> ModelFacts:
+        store, layers = self.cache.store, {layer.fqn: layer.inner for layer in self.layers}
+
+        def facts() -> tuple[Any, ...]:
+            live = self.live
+            kinds = [
+                KindFacts(kind.trace, kind.key if store is None else digest(kind.key), kind.shared_at)
+                for kind in live.kinds
+                if kind.trace is not None
+            ]
+            calls = [(call.fqn, call.kind) for call in live.calls]
+            return calls, tuple(kinds), live.shared_bytes, live.run.tables.bytes
+
+        calls, *others = self._kept("model", facts)
+        return ModelFacts(tuple(TracedCall(fqn, layers[fqn], kind) for fqn, kind in calls), *others)
+
+    def _kept(self, key: object, make: Callable[[], Result]) -> Result:
+        """Return the result of `make`, or the one that is kept under `key` for this part."""
+        store = self.cache.store
+        return make() if store is None else store.get(self._about, key, make)
 
     @cached_property
     def not_run(self) -> tuple[find.Layer, ...]:
@@ -270,13 +297,17 @@ class TracedPart:
     @_remembered
     def in_regions(self, kind: int, names: NamedList, *, skip: bool) -> Choice:
         """Return the choice of a kind of layer under a list that has modules as regions; arguments as for `by_names`."""
-        block, run, problem = self.traced.kinds[kind], self.traced.run, self.problems[kind]
-        regions = regions_of(names, block.module)
+        problem = self.problems[kind]
+        regions = regions_of(names, next(call.module for call in self.traced.calls if call.kind == kind))
         if not regions or not problem.trace.saves_something:
             return problem.none()
-        with run, under_loss_parallel(self.splits_loss):
-            around = trace_kind(block, run, problem.trace.name, regions)
-        return self.proved(kind, problem.in_regions(around, names, skip=skip))
+
+        def around() -> BlockTrace:
+            with self.live.run, under_loss_parallel(self.splits_loss):
+                return trace_kind(self.live.kinds[kind], self.live.run, problem.trace.name, regions)
+
+        traced = self._kept(("around", self.traced.kinds[kind].key, tuple(regions)), around)
+        return self.proved(kind, problem.in_regions(traced, names, skip=skip))
 
     def regions(self, kind: int, choice: Choice) -> dict[str, Policy]:
         """Return the policies that carry out `choice`, with the operators as they were traced, by the paths of their modules
@@ -334,15 +365,16 @@ class TracedPart:
             compiler: backend that compiles it, ``inductor`` or ``aot_eager``. Where its bytes are not known, they are
                 those of an eager one, which is said once.
         """
-        key = (self.block_number(kind, loss), choice, accumulate, received, halves, held, compiler)
-        blocks = self.cache.blocks
-        if key not in blocks:
-            block, outside = self.traced.kinds[kind], self.outside(loss)
+        how = (accumulate, received, halves, held, compiler)
+        key = (self.block_number(kind, loss), choice, *how)
+        blocks, outside = self.cache.blocks, self.outside(loss)
+
+        def run() -> BlockEvents:
             compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
-            blocks[key] = compiled or block_memory(
-                block,
+            return compiled or block_memory(
+                self.live.kinds[kind],
                 self.regions(kind, choice),
-                self.traced.run,
+                self.live.run,
                 outside.used[kind],
                 accumulate=accumulate,
                 layouts=None if halves else outside.layouts[kind],
@@ -351,6 +383,12 @@ class TracedPart:
                 halves=halves,
                 held=held,
             )
+
+        if key not in blocks:
+            of_kind = (self.traced.kinds[kind].key, sorted(outside.used[kind]), sorted(outside.layouts[kind].items()))
+            regions = [(region.path, region.choice.is_full, region.choice.decisions) for region in choice.inside]
+            words = ("block", *of_kind, regions or (choice.is_full, choice.decisions), *how)
+            blocks[key] = self._kept(words, run)
         return blocks[key]
 
     def _compiled(
@@ -364,7 +402,7 @@ class TracedPart:
         halves: bool,
     ) -> BlockEvents | None:
         """Return `memory` of a compiled block; None: it is not told, which is said once."""
-        block, around = self.traced.kinds[kind], choice.is_full
+        block, around = self.live.kinds[kind], choice.is_full
         key = (self.block_number(kind, loss), () if around else choice.decisions, compiler)
         graphs = self.cache.graphs
         try:
@@ -377,7 +415,7 @@ class TracedPart:
             if key not in graphs:
                 policy = None if around else self.regions(kind, choice).get("")
                 used = self.outside(loss).used[kind]
-                graphs[key] = compiled_block(block, policy, self.traced.run, used, fuses=compiler == "inductor")
+                graphs[key] = compiled_block(block, policy, self.live.run, used, fuses=compiler == "inductor")
             return compiled_memory(graphs[key], around=around, accumulate=accumulate, received=received)
         except NotCompiledError as error:
             warn_once(
@@ -413,18 +451,24 @@ class TracedPart:
         held = self._held(choices)
         key = (self._number, loss, accumulate, held, halves)
         if key not in self.cache.outside:
-            memory = outer_memory(
+            run = functools.partial(
+                outer_memory,
                 self.model,
                 self.layers,
-                self.traced,
-                StepSpec(loss_fn=loss.loss_fn, keeps_output=loss.keeps_output),
-                loss.chunks,
+                step=StepSpec(loss_fn=loss.loss_fn, keeps_output=loss.keeps_output),
+                chunks=loss.chunks,
                 accumulate=accumulate,
-                device=self.device,
                 halves=halves,
                 held=held,
                 split_loss=self.splits_loss,
             )
+            # A stage that sends its output has a function of this package as its loss.
+            ours = self.is_stage and getattr(loss.loss_fn, "__module__", "").startswith("nemo_like.")
+            places = [sorted(each, key=str) for each in held]
+            words = ("outside", loss[:2], "sent" if ours else loss.loss_fn, accumulate, places, halves)
+            memory = self._kept(words, lambda: run(traced=self.live))
+            seconds, kinds = work_seconds(memory.work, self.device)
+            memory = replace(memory, seconds=seconds, kinds=kinds)
             for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():
                 say_whole_logits(self.whole, reason)
             self.cache.outside[key] = memory
@@ -433,14 +477,13 @@ class TracedPart:
     def _held(self, choices: Sequence[Choice] | None) -> tuple[frozenset[Place], ...]:
         """Return the places of the shared inputs that each kind of layer holds."""
         if choices is None:
-            return tuple(kind.shared_at for kind in self.traced.kinds)
+            return tuple(frozenset(kind.shared) for kind in self.traced.kinds)
         held = [kind.kept_at for kind in self.traced.kinds]
         for call, choice in zip(self.traced.calls, choices):
             kind = self.traced.kinds[call.kind]
             if choice.decisions:
-                held[call.kind] |= (
-                    kind.shared_at if choice.around is None else kind.places_of(choice.around.kept_shared)
-                )
+                around = choice.around
+                held[call.kind] |= frozenset(kind.shared) if around is None else kind.places_of(around.kept_shared)
         return tuple(held)
 
     def can_chunk(self) -> bool:

@@ -195,7 +195,7 @@ class RankSteps:
         for part in (Part.PARAMETERS, *([Part.AVERAGED_WEIGHTS] if stage.job.step.ema else [])):
             for size, (_, kind) in zip(without([size for size, _ in sizes], less), sizes):
                 make(size, part, origin=kind)
-        make(stage.part.traced.run.tables.bytes, Part.REMEMBERED_TABLES)
+        make(stage.part.traced.table_bytes, Part.REMEMBERED_TABLES)
         if stage.job.ddp:
             for unit in sharding.all:
                 make(unit.grad, Part.GRADIENTS)

@@ -43,10 +43,7 @@ class BlockKind:
     # True where it is called with gradients on: a model that repeats its layers may run some passes without.
     grad: bool = True
     key: Any = None  # Value that is equal for blocks of one kind, also in traces of other parts of a model.
-    shared_at: frozenset[Place] = frozenset()  # Places of `shared` in its call.
-    # Places of the shared tensors that autograd saves without checkpointing: a mask of booleans is not saved.
-    kept_at: frozenset[Place] = frozenset()
-
+    shared_at: tuple[Place, ...] = ()  # Places of `shared` in its call.
     # Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read.
     left: tuple[tuple[str, str], ...] = ()
     # Attributes that its forward sets or fills, as a run finds them: `left` as before it, others as the next pass
@@ -56,11 +53,6 @@ class BlockKind:
     given: tuple[tuple[str, str], ...] = ()
     # Dtype of the autocast that it is called in, which may be the model's own; None: in none.
     autocast: torch.dtype | None = None
-
-    def places_of(self, numbers: Collection[int]) -> frozenset[Place]:
-        """Return the places in its call of the shared tensors with these numbers among `shared`."""
-        at = [place for place in by_argument(self.args, self.kwargs) if place in self.shared_at]
-        return frozenset(place for number, place in enumerate(at) if number in numbers)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, with the tensors that it leaves in `left`, if any: both get gradients."""
@@ -123,6 +115,35 @@ def _autocast_to(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
+class KindFacts:
+    """Facts about one distinct block that need no tensors."""
+
+    trace: BlockTrace
+    key: Any  # As of `BlockKind`, or a digest of it.
+    shared: tuple[Place, ...]  # Places in its call of the tensors that other layers are called with, too.
+
+    def places_of(self, numbers: Collection[int]) -> frozenset[Place]:
+        """Return the places of those with these numbers among `shared`."""
+        return frozenset(place for number, place in enumerate(self.shared) if number in numbers)
+
+    @property
+    def kept_at(self) -> frozenset[Place]:
+        """Places of those that autograd saves without checkpointing: a mask of booleans is not saved."""
+        return self.places_of(self.trace.kept_shared)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's layers as it calls them, without tensors."""
+
+    calls: tuple[TracedCall, ...]
+    kinds: tuple[KindFacts, ...]
+    # Bytes of the storages that several layers are called with (position tables, masks), counted once.
+    shared_bytes: int
+    table_bytes: int  # Bytes of results that functions of the model remember from call to call.
+
+
+@dataclass(frozen=True)
 class TracedCall:
     """One call of one layer, in the order in which they run."""
 
@@ -137,16 +158,11 @@ class ModelTrace:
 
     calls: tuple[TracedCall, ...]
     kinds: tuple[BlockKind, ...]
-    # Bytes of the storages that several layers are called with (position tables, masks), counted once.
-    shared_bytes: int
+    shared_bytes: int  # As of `ModelFacts`.
     run: FakeRun
     state: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
-
-    def traces(self) -> tuple[BlockTrace, ...]:
-        """Return the trace of each kind."""
-        return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
 
 
 def attributes_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> list[Any]:

@@ -191,6 +191,16 @@ class BackwardCall:
     made: Mapping[Place, int]  # Storages that it makes, by the place of the input.
 
 
+class Work(NamedTuple):
+    """One operator, as far as its seconds depend on it."""
+
+    op: Any
+    half: bool  # True where it computes in a 16-bit floating-point type.
+    flops: int
+    moved: int  # Bytes its kernel reads and writes.
+    times: float
+
+
 @dataclass(frozen=True)
 class OuterEvents:
     """Memory of a step of everything but the layers: the log of its allocations and frees, in order, and facts about it.
@@ -226,7 +236,8 @@ class OuterEvents:
     own_loss: bool = False  # True where the model computes the loss.
     # True where the head made its gradients in forward, so that its backward begins with that of the loss.
     in_chunks: bool = False
-    # Seconds of its forward and backward by the device's roofline; 0 where no device was given.
+    work: tuple[Work, ...] = ()  # Its operators, but for views.
+    # Seconds of `work` by the device's roofline (`nemo_like.planning.model.traced.TracedPart.outside`).
     seconds: float = 0.0
     # Layer calls that have no backward (their output is not in the loss, or nothing before them trains) and hold
     # nothing when backward begins: their output is not referenced any more.

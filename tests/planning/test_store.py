@@ -1,0 +1,314 @@
+"""Kept traces: a warm answer is the cold one, and a file that is not whole is not there.
+
+The judge is the answer without a store, of the same question.
+"""
+
+import errno
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_like import ExpertParallel, PipelineParallel, PlanReport, TensorParallel, predict
+from nemo_like._util.log import say_once
+from nemo_like.models import resolve_model
+from nemo_like.options import FSDP2, StepSpec
+from nemo_like.planning.model import traced
+from nemo_like.planning.trace import store
+from nemo_like.planning.trace.store import Store, contents_of_integers, digest, keeping
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "loss": (None, "chunked"),
+    "compile": (None, None, "aot_eager"),
+    "offload": ("none", "boundary"),
+    "optimizer": ("adamw", "adamw-8bit", "sgd"),
+    "step": (StepSpec(), StepSpec(microbatches=2), StepSpec(keeps_output=False)),
+    "strategy": ("ddp", FSDP2(), FSDP2(reshard_after_forward=False)),
+    "gpu": ("h100-80gb", "a100-80gb", "cpu"),
+    "precision": ("bf16", None),
+    "seq_len": (128, 256),
+    "tp": (1, TensorParallel(2, sequence_parallel=True)),
+    "cp": (1, 1, 2),
+    "pp": (1, 1, PipelineParallel(2, microbatches=2)),
+}
+
+
+@contextmanager
+def kept_in(folder: Path, about: object = "tiny") -> Iterator[Store]:
+    """Keep traces in `folder`, also of a model that is no command's."""
+    kept = Store(folder, about)
+    token = store._kept.set(kept)
+    try:
+        yield kept
+    finally:
+        store._kept.reset(token)
+        kept.save()
+
+
+def told(report: PlanReport) -> tuple[str, dict[str, Any]]:
+    return report.text(200, explain=True), report.to_dict()
+
+
+def answer(model: str = "llama-tiny", **job: Any) -> tuple[str, dict[str, Any]] | str:
+    try:
+        return told(predict(model, **({"gpus": 8, "seq_len": 128, "rows": ["50%"]} | job)))
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+
+
+@contextmanager
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail where a model, a layer or what is around the layers runs on fake tensors."""
+
+    def runs(*_: Any, **__: Any) -> None:
+        raise AssertionError("it runs on fake tensors")
+
+    with monkeypatch.context() as patched:
+        for name in ("trace_model", "block_memory", "outer_memory", "compiled_block", "trace_kind"):
+            patched.setattr(traced, name, runs)
+        yield
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {},
+        # Each runs a model's layers a dozen times, of which the first does, too.
+        pytest.param({"compile": "aot_eager", "step": StepSpec(microbatches=2)}, marks=pytest.mark.long),
+        pytest.param(
+            {"rows": ['[{"save": ["up", "attention"]}]', '[{"recompute": ["mlp"]}]'], "loss": "chunked"},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"model": "mixtral-tiny", "ep": ExpertParallel(2), "seq_len": 32}, marks=pytest.mark.long),
+    ],
+)
+def test_a_warm_answer_is_the_cold_one_and_runs_nothing(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = answer(**job)
+    assert isinstance(without, tuple), without
+    with kept_in(tmp_path):
+        assert answer(**job) == without
+    with kept_in(tmp_path), nothing_runs(monkeypatch):
+        assert answer(**job) == without
+        # Other GPUs of the same kind run the same kernels: their rates are not in the store.
+        other = answer(**job | {"gpu": "h200"})
+    assert other == answer(**job | {"gpu": "h200"}) != without
+
+
+def pair(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two jobs, of which the second differs in one or two fields."""
+    draws = random.Random(seed)
+    first = {name: draws.choice(values) for name, values in OTHERS.items() if draws.random() < 0.4}
+    return first, first | {name: draws.choice(OTHERS[name]) for name in draws.sample(sorted(OTHERS), 2)}
+
+
+def check_pair(seed: int, folder: Path) -> bool:
+    """Check a pair of jobs, one after the other in one store, then both warm; return whether both have a plan."""
+    jobs = pair(seed)
+    without = [answer(**job) for job in jobs]
+    for _ in range(2):
+        for job, cold in zip(jobs, without):
+            with kept_in(folder):
+                assert answer(**job) == cold, (seed, job)
+    return all(isinstance(each, tuple) for each in without)
+
+
+@pytest.mark.long  # four answers for each of 40 pairs
+def test_pairs_of_jobs_share_a_store(tmp_path: Path) -> None:
+    assert sum(check_pair(seed, tmp_path / str(seed % 4)) for seed in range(40)) > 10
+
+
+QUESTIONS = (
+    "--no-what-if --ac 50%",
+    "",
+    "--gpus 4 --gpu a100-80gb",
+    "--loss chunked --explain",
+    "--compile inductor",
+    "--ac 50% --ac 60%",
+    '--ac [{"save":["up"]}]',
+    "--optimizer adamw-8bit --no-what-if",
+    "--tp 2",
+    "--cp 2",
+    "--pp 2 --grad-accum 4",
+    "--grad-accum 4 --sync last",
+    "--offload boundary",
+    "--strategy ddp",
+    "--strategy single --gpus 1",
+    "--lora 4",
+    "--precision fp32",
+    "--dtype bf16",
+    "--gpus min",
+    "--seq-len max --gpu cpu",
+    "--batch-size max --no-what-if --memory 1GiB",
+    "--batch-size 3",
+    "--memory 20MiB",
+    "--reshard-after-forward no",
+    "--cpu-offload",
+    "--dp-replicate 2",
+    "--gpu cpu",
+    "--gpu b200 --wide",
+    "--model mixtral-tiny --ep 2",
+    "--model qwen2-tiny --explain",
+    "--model llama-tiny --tp 2 --sequence-parallel --loss-parallel",
+)
+
+
+def asked(program: Any, words: str, folder: Path) -> tuple[str, Any]:
+    """Return what `plan` prints for a question, and its JSON, without the seconds that it took."""
+    words = f"plan --model llama-tiny --gpus 8 --gpu h100-80gb --seq-len 128 {words} --json {folder}/out.json"
+    try:
+        out = program(words).out
+    except AssertionError:  # nothing fits
+        out = program(words, ends=1).out
+    lines = [line for line in out.splitlines() if not line.startswith("Planned in")]
+    return "\n".join(lines), json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=() if not at else pytest.mark.long) for at, words in enumerate(QUESTIONS)]
+)
+def test_a_command_answers_the_same_without_cold_and_warm(
+    words: str, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
+    without = asked(program, f"{words} --no-cache", tmp_path)
+    assert not (tmp_path / "traces").exists()
+    assert asked(program, words, tmp_path) == without, "cold"
+    assert list((tmp_path / "traces").glob("*.json"))
+    with nothing_runs(monkeypatch):
+        assert asked(program, words, tmp_path) == without, "warm"
+
+
+def test_off_keeps_nothing_and_a_function_of_the_caller_is_not_kept(
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve_model("llama-tiny").config
+    monkeypatch.setenv("NEMO_LIKE_CACHE", "off")
+    with keeping(True, config):
+        assert store.current_store() is None
+    monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
+    for wanted, of in ((False, config), (True, None)):
+        with keeping(wanted, of):
+            assert store.current_store() is None
+    with keeping(True, config):
+        assert isinstance(store.current_store(), Store)
+    assert store.current_store() is None and not list(tmp_path.iterdir()), "nothing was traced"
+
+
+def test_only_what_words_tell_is_kept(tmp_path: Path) -> None:
+    kept = Store(tmp_path, "tiny")
+
+    def warned() -> int:
+        say_once("a layer falls back")
+        return 1
+
+    made = itertools.count()
+    for key, make in (("warned", warned), (object(), lambda: 1), ("object", lambda: {"at": object()})):
+        before = next(made)
+        assert kept.get("shape", key, make) is not None and before is not None
+    assert kept.get("shape", "plain", lambda: ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]}))
+    kept.save()
+    (path,) = tmp_path.glob("*.json")
+    assert list(json.loads(path.read_text().partition("\n")[2])) == [digest("plain")]
+    again = Store(tmp_path, "tiny").get("shape", "plain", lambda: None)
+    assert again == ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]})
+
+
+@pytest.mark.parametrize("change", ["cut", "emptied", "garbage", "one digit", "a folder"])
+def test_a_damaged_file_is_not_there(change: str, tmp_path: Path) -> None:
+    kept = Store(tmp_path, "tiny")
+    kept.get("shape", "key", lambda: 12345)
+    kept.save()
+    (path,) = tmp_path.glob("*.json")
+    text = path.read_text()
+    changed = {"cut": text[:-9], "emptied": "", "garbage": "\0{[", "one digit": text.replace("12345", "12346")}
+    path.unlink()
+    if change == "a folder":
+        path.mkdir()
+    else:
+        path.write_text(changed[change])
+    again = Store(tmp_path, "tiny")
+    assert again.get("shape", "key", lambda: 7) == 7
+    again.save()
+    if change != "a folder":
+        assert Store(tmp_path, "tiny").get("shape", "key", lambda: 8) == 7, "it was written again"
+
+
+def test_another_version_sample_or_model_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(about: str = "tiny") -> int:
+        one = Store(tmp_path, about)
+        value = one.get("shape", "key", numbers.__next__)
+        one.save()
+        return value
+
+    numbers = itertools.count()
+    assert [kept(), kept(), kept("small")] == [0, 0, 1]
+    monkeypatch.setenv("TORCH_ANYTHING", "1")
+    assert kept() == 2
+    monkeypatch.delenv("TORCH_ANYTHING")
+    assert kept() == 0
+    installed = tmp_path / "site"
+    (installed / "torch_fork-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(installed)
+    assert kept() == 3
+    import torch
+
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    assert contents_of_integers({"a": ids}) == contents_of_integers({"a": ids.clone(), "x": torch.rand(2)})
+    assert contents_of_integers({"a": ids}) != contents_of_integers({"a": ids + 1})
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
+def test_where_it_cannot_be_kept_one_sentence_tells(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: Any
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    kept = Store(tmp_path / "traces", "tiny")
+    assert kept.get("shape", "key", lambda: 1) == kept.get("shape", "key", lambda: 2) == 1
+    kept.save()
+    kept.save()
+    assert logs.text.count("Traces are not kept") == 1 and os.strerror(error) in logs.text
+    assert not list((tmp_path / "traces").iterdir())
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    Store(tmp_path / "file" / "traces", "tiny").save()  # nothing is new, so nothing is written
+
+
+def test_two_writers_keep_what_both_found(tmp_path: Path) -> None:
+    first, second = Store(tmp_path, "tiny"), Store(tmp_path, "tiny")
+    first.get("shape", "a", lambda: 1)
+    second.get("shape", "b", lambda: 2)
+    first.save()
+    second.save()
+    third = Store(tmp_path, "tiny")
+    assert (third.get("shape", "a", lambda: 0), third.get("shape", "b", lambda: 0)) == (1, 2)
+
+
+def test_the_oldest_uses_go_and_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "thesis.json").write_text("x" * 2000)
+    (tmp_path / f"{'0' * 32}.99999").write_text("x" * 600)  # of a writer that was killed
+    os.utime(tmp_path / f"{'0' * 32}.99999", (1, 1))
+    monkeypatch.setattr(store, "MOST_BYTES", 900)
+    for at, name in enumerate("abc"):
+        kept = Store(tmp_path, name)
+        kept.get("shape", "key", lambda: "y" * 300)
+        if name == "c":
+            time.sleep(0.01)
+            assert Store(tmp_path, "a").get("shape", "key", lambda: "") == "y" * 300, "used again"
+        kept.save()
+        newest = max(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (at + 100, at + 100)) if name != "c" else None
+    left = [Store(tmp_path, name).get("shape", "key", lambda: "") for name in "abc"]
+    assert left == ["y" * 300, "", "y" * 300]
+    assert {path.name for path in tmp_path.iterdir()} >= {"thesis.json"} and not list(tmp_path.glob("*.99999"))
