@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_like._util.device_work import check_kind
+from nemo_like._util.folders import cache_folder
 from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
@@ -130,14 +130,6 @@ def device_of(job: Job) -> Device:
     if job.gpu is None:
         return device_at_hand(None if job.device is None else job.device.type)
     return job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of measured rates and kept traces: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for
-    caches; None: it is ``off``."""
-    if folder := os.environ.get("NEMO_LIKE_CACHE"):
-        return None if folder == "off" else Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"
 
 
 def rates_file(device: Device) -> Path | None:

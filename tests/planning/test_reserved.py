@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nemo_like import FSDP2, Job, StepSpec, parallelize
+from nemo_like._util.folders import cache_folder
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.cli import main
 from nemo_like.models import text_batch
@@ -20,7 +21,6 @@ from nemo_like.planning import Plan
 from nemo_like.planning.calibration import calibrate
 from nemo_like.planning.devices import (
     RATES,
-    cache_folder,
     calibrated,
     device_at_hand,
     known_devices,

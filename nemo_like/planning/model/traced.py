@@ -168,7 +168,7 @@ class TracedPart:
         routing = routing_of(self.whole, job)
         how: dict[str, Any] = {"dtype": dtype, "autocast": lower, "cuda": self.device.cuda, "routing": routing}
         self._run = functools.partial(trace_model, self.model, self.layers, sample_input, **how)
-        # On which its results depend, besides the model: what no entry of a store tells.
+        # All that its results depend on besides the model, for a store.
         shape = (self.device.kind, self.device.cuda, job.param_dtype, job.precision.matmuls, job.fsdp is None)
         stage = getattr(model, STAGE_MARK, None)
         place = None if stage is None else (stage.is_first, stage.is_last, stage.layers)

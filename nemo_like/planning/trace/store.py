@@ -1,11 +1,11 @@
-"""Keep what runs on fake tensors found in files, so that the next question about a model runs none of them again.
+"""Keep results of runs on fake tensors in files, so that the next question about a model makes none of them again.
 
 1. Only the commands keep, and only for a model of a config: its code is transformers' alone. A ``module:function``, and a
    process of the caller, may have changed any function, which no key can tell.
 2. A file is of one model in one local shape, by a digest of all that decides its numbers: each installed distribution, the
    sources of this package, Python, the environment, the config, the sample. Of another digest there is no file.
 3. Entries are lists of numbers and words. `_KINDS` has the records that they are made into; nothing else is. Never pickle.
-4. What cannot be told by words (a function of the caller) and what was logged about is not kept.
+4. A result that depends on a function of the caller, or that was logged about, is not kept.
 5. A file is written aside and renamed. One that is damaged is not there. The oldest uses go at `MOST_BYTES`.
 """
 
@@ -22,10 +22,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from nemo_like._util.folders import cache_folder
 from nemo_like._util.log import times_said, warn_once
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import tensors_in
-from nemo_like.planning.devices import cache_folder
 from nemo_like.planning.trace.block import BlockTrace, OpRecord, TracedRegion
 from nemo_like.planning.trace.kinds import KindFacts
 from nemo_like.planning.trace.records import BackwardCall, BlockEvents, ForwardCall, OuterEvents, Work
@@ -89,7 +89,7 @@ class Store:
         return {}
 
     def save(self) -> None:
-        """Write what is new. Where that cannot be, it is logged."""
+        """Write the new results. Where that cannot be, it is logged."""
         try:
             for name, new in self._new.items():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _written(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Return what `_written` was given."""
+    """Return the value that `_written` was given."""
     if not isinstance(value, dict):
         return value
     ((name, inside),) = value.items()
