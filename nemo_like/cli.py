@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.refuse(arguments)
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
-        if command not in _WITHOUT_TORCH:
-            start_logging()
         with rare_collections() if command in _TRACING else nullcontext():
+            if command not in _WITHOUT_TORCH:
+                start_logging()
             return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)
@@ -62,7 +62,7 @@ def command() -> int:
         gc.freeze()
 
 
-_TRACING = ("explain", "fit", "plan")
+_TRACING = ("explain", "fit", "layers", "plan")  # Their imports make many objects, too.
 _WITHOUT_TORCH = ("explain", "gpus", "models")
 
 

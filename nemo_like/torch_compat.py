@@ -23,7 +23,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops, _enable_custom_loss_ops
 from torch.fx import GraphModule
@@ -81,6 +80,23 @@ wrapped_module: Callable[[nn.Module], nn.Module] = attrgetter("_checkpoint_wrapp
 
 # Within it, no dispatch mode that was entered before sees or holds anything; one that is entered inside does.
 without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode without the function that torch puts around ``__torch_dispatch__`` to keep Dynamo out.
+
+    It is a frame of its own, costs 1.5 µs on every operator, and imports Dynamo. Without it Dynamo would compile the method
+    where it left a frame around to eager, so the method is marked, once.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__torch_dispatch__" in cls.__dict__:
+            left_to_python(cls.__torch_dispatch__)
 
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
@@ -279,10 +295,21 @@ def higher_order_op(name: str) -> Any | None:
     return None if module is None else getattr(importlib.import_module(f"torch._higher_order_ops.{module}"), name)
 
 
-def partitioner_compute_intensive_ops() -> list[Any]:
-    """The operators that the compiler's partitioner holds expensive."""
-    partitioners = importlib.import_module("torch._functorch.partitioners")
-    return list(partitioners.get_default_op_list().compute_intensive_ops)
+# The operators that the compiler's partitioner holds expensive, as read in 2.13 and 2.15. Its module imports inductor's
+# caches, torch.export's archives and networkx, 0.3 s for eleven names. `tests/test_torch_compat.py` compares the two.
+PARTITIONER_COMPUTE_INTENSIVE_OPS = (
+    "aten.mm",
+    "aten.convolution",
+    "aten.convolution_backward",
+    "aten.bmm",
+    "aten.addmm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "aten.upsample_bilinear2d",
+    "aten._scaled_mm",
+)
 
 
 def registered_ops() -> list[str]:
@@ -396,6 +423,10 @@ def left_to_python(function: _Function) -> _Function:
     strategy = _eval_frame._FrameExecStrategy(skip, skip)  # itself; and functions it calls
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+# `torch.compiler.disable`, which imports Dynamo where it decorates, a second. This does at the first call.
+uncompiled = torch._disable_dynamo
 
 
 # The tables of a module's hooks, in the order in which a step calls them.
@@ -1229,15 +1260,22 @@ _NO_GROUPS = _Groups(({},) * len(_TABLES_OF_GROUPS), None, 0, None, _find_shape_
 _first_names = itertools.count(1_000_000, 1_000_000)
 
 
-class VotingStage(PipelineStage):
-    """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
+def voting_stage(*args: Any, **kwargs: Any) -> Any:
+    """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end.
 
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Return whether all stages know the tensors they send and receive: under ``fake`` the others report
-        nothing."""
-        if torch.distributed.get_backend(self.group) == "fake":
-            return torch.ones(1, dtype=torch.int32)
-        return super()._warmup_backward_result(received_result)
+    Imported here: torch's pipelines import its compiler, which takes a second.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    class VotingStage(PipelineStage):
+        def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+            """Return whether all stages know the tensors they send and receive: under ``fake`` the others report
+            nothing."""
+            if torch.distributed.get_backend(self.group) == "fake":
+                return torch.ones(1, dtype=torch.int32)
+            return super()._warmup_backward_result(received_result)
+
+    return VotingStage(*args, **kwargs)
 
 
 def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:

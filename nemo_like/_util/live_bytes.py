@@ -12,7 +12,7 @@ import torch
 
 from nemo_like._util.device_work import wait_for
 from nemo_like._util.tensors import is_wrapped, tensors_in
-from nemo_like.torch_compat import TorchDispatchMode, local_part
+from nemo_like.torch_compat import DispatchMode, local_part
 
 _LIFT = torch.ops.aten.lift_fresh.default
 
@@ -27,7 +27,7 @@ def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
             yield tensor.untyped_storage()
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts the bytes of the storages that operators make inside it and that are alive. For real and for fake tensors.
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes

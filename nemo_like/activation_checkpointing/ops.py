@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from nemo_like._util.log import say_once
 from nemo_like._util.op_lookup import Op, argument, argument_positions, find_op, packet_name, resolve_op
 from nemo_like._util.tensors import tensors_in
-from nemo_like.torch_compat import async_tensor_parallel, partitioner_compute_intensive_ops
+from nemo_like.torch_compat import PARTITIONER_COMPUTE_INTENSIVE_OPS, async_tensor_parallel
 
 # FLOP rules of operators, by the shapes of their arguments; a multiply-add is two.
 #
@@ -255,7 +255,7 @@ def declare(name: str, row: OpFacts) -> None:
 @functools.cache
 def compute_intensive_ops() -> frozenset[Op]:
     """PyTorch's own list of expensive operators, as overloads."""
-    return frozenset(op for item in partitioner_compute_intensive_ops() for op in resolve_op(item))
+    return frozenset(op for item in PARTITIONER_COMPUTE_INTENSIVE_OPS for op in resolve_op(item))
 
 
 def default_save_ops() -> frozenset[Op]:

@@ -24,7 +24,7 @@ from nemo_like.fake.model_copy import SMALL, call_with
 from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
-from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types, put_on_instance
+from nemo_like.torch_compat import DispatchMode, fake_parameter, fake_tensor_types, put_on_instance
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
@@ -40,7 +40,7 @@ class PlannedRouting(NamedTuple):
     sent: float
 
 
-class FakeRun(TorchDispatchMode):
+class FakeRun(DispatchMode):
     """Ops run on fake CPU tensors, except small ones whose values weights have no part in, which stay real.
 
     Models decide by values of small tensors: whether position ids restart (packed sequences), whether a padding mask,

@@ -27,7 +27,7 @@ from nemo_like.losses.heads import (
 )
 from nemo_like.losses.rows import CrossEntropyRows, Shape, pieces
 from nemo_like.options import ChunkedLoss
-from nemo_like.torch_compat import call_in_fsdp_unit, graph_is_kept, is_fake, without_fsdp_hooks
+from nemo_like.torch_compat import call_in_fsdp_unit, graph_is_kept, is_fake, uncompiled, without_fsdp_hooks
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -152,7 +152,7 @@ def chunked_log_probs(
 
 
 # Dynamo would unroll the chunks, and make a graph of every other number of tokens.
-@torch.compiler.disable
+@uncompiled
 def reduced(
     call: ChunkedCall, hidden: Tensor, num_items: int | float | Tensor, parameters: tuple[Tensor, ...] | None = None
 ) -> Tensor:
@@ -173,7 +173,7 @@ def reduced(
     return call_in_fsdp_unit(call.unit, inside, hidden)
 
 
-@torch.compiler.disable  # see `reduced`
+@uncompiled  # see `reduced`
 def losses_per_token(call: ChunkedCall, hidden: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
     """(tokens,) float32."""
 

@@ -15,7 +15,7 @@ from nemo_like.options.optimizers import OPTIMIZERS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.planning.trace.records import Work
-from nemo_like.torch_compat import TorchDispatchMode
+from nemo_like.torch_compat import DispatchMode
 
 # Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and
 # CUTLASS.
@@ -71,7 +71,7 @@ def is_sequence_op(op: OpRecord) -> bool:
     return op.op.namespace == "nemo_like" and op_facts.collective and not op_facts.exchange and not op_facts.attention
 
 
-class OpWork(TorchDispatchMode):
+class OpWork(DispatchMode):
     """Notes the work of the ops inside it, fake ones too."""
 
     def __init__(self) -> None:

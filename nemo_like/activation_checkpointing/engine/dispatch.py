@@ -38,7 +38,7 @@ from nemo_like.activation_checkpointing.engine.liveness import Liveness, storage
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Decision, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
-from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python, local_part
+from nemo_like.torch_compat import DispatchMode, direct_call, local_part
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0  # RANDOM: tracked, and draws random numbers.
 _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
@@ -98,24 +98,13 @@ def kinds_for(policy: Policy) -> Kinds:
     return _kinds[key]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """A compiled piece inside a region is one operator to us, as it is to PyTorch's own contexts."""
         return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Without this, torch wraps `__torch_dispatch__` in a guard against Dynamo that costs 1.5 µs on every
-        # operator. Dynamo never sees our modes: under compilation the region is passed on, see `compiled`.
-        return False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__torch_dispatch__" in cls.__dict__:  # Dynamo would compile it, where it left a frame around to eager
-            cls.__torch_dispatch__ = left_to_python(cls.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 @dataclass(slots=True, eq=False)

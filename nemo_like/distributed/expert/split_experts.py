@@ -25,7 +25,7 @@ from nemo_like.distributed.mesh import axis_size
 from nemo_like.distributed.shard import shard_unit
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options.parallel import FSDP2, ExpertParallel, unit_reshards
-from nemo_like.torch_compat import free_last_gather, grouped_mm, in_backward, root_mesh
+from nemo_like.torch_compat import free_last_gather, grouped_mm, in_backward, root_mesh, uncompiled
 from nemo_like.transformers_compat import GATE, text_config
 
 # The modules of a model that hold experts, and the way in which they are called.
@@ -502,7 +502,7 @@ class SplitExperts(Forward):
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
         self.exchange = Exchange(self.count, group)
 
-    @torch.compiler.disable
+    @uncompiled
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
         if in_backward():
             # Recomputation: FSDP2 would keep it as in forward, together with backward's own memory.

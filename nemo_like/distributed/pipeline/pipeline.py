@@ -31,7 +31,7 @@ from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, sta
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.tensor_locations import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
-from nemo_like.torch_compat import VotingStage, local_part
+from nemo_like.torch_compat import local_part, voting_stage
 
 
 class Pipeline(StagesOfRank, Stages):
@@ -183,7 +183,7 @@ class Pipeline(StagesOfRank, Stages):
         if key not in self._schedules:
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             schedules = [
-                VotingStage(
+                voting_stage(
                     stage.module,
                     stage.slice.index,
                     stage.slice.count,

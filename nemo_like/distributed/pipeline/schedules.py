@@ -1,12 +1,11 @@
 """The schedules of `torch.distributed.pipelining`: which rank holds which stages, and torch's own object."""
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-
-from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
 
@@ -29,7 +28,7 @@ def rank_of(options: PipelineParallel, stage: int) -> int:
 
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
-    schedule: Any = getattr(pipelining, options.facts.torch_class)
+    schedule: Any = getattr(importlib.import_module("torch.distributed.pipelining"), options.facts.torch_class)
     stages_here = list(stages) if options.facts.several else stages[0]
     return schedule(stages_here, options.microbatches, loss_fn=loss_fn, scale_grads=False)
 

@@ -34,7 +34,7 @@ from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.reasons import STAGES, place_of
 from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.layers import Layer, find_layers
-from nemo_like.torch_compat import TorchDispatchMode, answering_calls
+from nemo_like.torch_compat import DispatchMode, answering_calls
 
 
 def stage_parts(
@@ -109,7 +109,7 @@ def check_stages(
                 ) from error
 
 
-class _UseWatch(TorchDispatchMode):
+class _UseWatch(DispatchMode):
     """Phases: 0 before the first layer, 2 i + 1 in layer i, 2 i + 2 after it."""
 
     def __init__(self, model: nn.Module, names: list[str], state: Mapping[str, Tensor], sample: object) -> None:

@@ -22,7 +22,7 @@ from nemo_like.activation_checkpointing.checkpointed import Checkpointed
 from nemo_like.activation_checkpointing.names import Hidden, heard_by, operands_of, watch_modules, words_of
 from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import FakeRun, FakeTensor
-from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
+from nemo_like.torch_compat import DispatchMode, OpOverload, local_part
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Packed:
         self.tensor = tensor
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Recorder of every op that runs inside it; use as a context around a forward pass.
 
     `declare` names the storages that exist before; whatever else appears as an input counts as a constant.

@@ -30,7 +30,7 @@ from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
 from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import (
-    TorchDispatchMode,
+    DispatchMode,
     backward_in_halves,
     storage_use_count,
     use_count,
@@ -95,7 +95,7 @@ _IN_PLACE = {
 _ENGINE = "torch.autograd.graph"
 
 
-class SumsInPlace(TorchDispatchMode):
+class SumsInPlace(DispatchMode):
     """Mode that adds in place where autograd would.
 
     Enter it last, so that it sees operators first: other references to a tensor are only seen from there. Autograd adds
@@ -106,10 +106,6 @@ class SumsInPlace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = _counts_of_the_last_holder()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch puts a frame of its own between the engine's and ours
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -152,12 +148,8 @@ def _like(into: Any, other: Any) -> bool:
     )
 
 
-class _CountHolders(TorchDispatchMode):
+class _CountHolders(DispatchMode):
     counts: tuple[int, int, int] | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is _ADD and _by_the_engine():
