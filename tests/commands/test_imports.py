@@ -34,7 +34,10 @@ MESSAGE = (
 )
 
 
-@pytest.mark.parametrize("command", HELD)
+LONG = {"plan": [pytest.mark.long]}
+
+
+@pytest.mark.parametrize("command", [pytest.param(name, marks=LONG.get(name.split()[0], ())) for name in HELD])
 def test_a_command_imports_no_more_than_it_needs(command, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "out_of_memory.log").write_text(MESSAGE)
