@@ -1315,7 +1315,6 @@ def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule
     """
     guards = importlib.import_module("torch._guards")
     partition = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition
-    joint.graph.eliminate_dead_code()
     with guards.tracing(guards.TracingContext(fake)):
         return partition(joint, None, num_fwd_outputs=outputs)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.layers import find_layers
 from nemo_like.options import MemoryBudget, PipelineParallel, TensorParallel
+from nemo_like.planning.model import traced
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of, peaks_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace.compiled_memory import CompiledBlock, compiled_memory
+from nemo_like.planning.trace.compiled_memory import CompiledBlock, compiled_memory, traced_block
 from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events
 from tests.models import tiny
@@ -98,6 +100,22 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     held, made = _saved(out, (*model.parameters(), given, *positions))
     assert held == call.events.held
     assert ((0, 0) in call.inputs) == (given.untyped_storage()._cdata in made)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_all_policies_of_a_kind_cut_one_trace(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracing = Mock(wraps=traced_block)
+    monkeypatch.setattr(traced, "traced_block", tracing)
+    part = _query(_model(), "none", compiler).stages[0].part
+    modes = [part.uniform(mode)[0] for mode in ("selective", "none", "full")]
+    choices = [*modes, *part.stack(skip=True, host=0).groups[0].choices[1:-1:4]]
+    together = [part.memory(0, choice, compiler=compiler) for choice in choices]
+    assert tracing.call_count == 1 and len(set(map(repr, together))) > 4
+    for choice, events in zip(choices, together):
+        part.cache.graphs.clear()
+        part.cache.blocks.clear()
+        assert part.memory(0, choice, compiler=compiler) == events
+    assert tracing.call_count == 1 + len(choices)
 
 
 CUT_BACKWARD = {"strategy": "fsdp2", "pp": PipelineParallel(2, "zbv", 4), "world_size": 2}

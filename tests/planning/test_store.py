@@ -71,7 +71,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("it runs on fake tensors")
 
     with monkeypatch.context() as patched:
-        for name in ("trace_model", "block_memory", "outer_memory", "compiled_block", "trace_kind"):
+        for name in ("trace_model", "block_memory", "outer_memory", "traced_block", "trace_kind"):
             patched.setattr(traced, name, runs)
         yield
 

@@ -49,7 +49,7 @@ from nemo_like.planning.selection.layer import (
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.block import BlockTrace
-from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
+from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_memory, traced_block
 from nemo_like.planning.trace.kinds import KindFacts, ModelFacts, ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
@@ -69,8 +69,8 @@ class TraceCache:
     def __init__(self) -> None:
         # Allocations of a block, by its number, its choice, and how its step runs.
         self.blocks: dict[Hashable, BlockEvents] = {}
-        # Graphs of a compiled block, by its number, its decisions, and its compiler.
-        self.graphs: dict[Hashable, CompiledBlock] = {}
+        # A function of a policy that returns the graphs of a compiled block, by its number and its compiler.
+        self.graphs: dict[Hashable, Callable[[Policy | None], CompiledBlock]] = {}
         # Memory outside the layers, by the loss, and how the step runs.
         self.outside: dict[Hashable, OuterEvents] = {}
         # Names of the parameters that get a gradient in a step, by all names and which of them require gradients.
@@ -403,7 +403,7 @@ class TracedPart:
     ) -> BlockEvents | None:
         """Return `memory` of a compiled block; None: it is not told, which is said once."""
         block, around = self.live.kinds[kind], choice.is_full
-        key = (self.block_number(kind, loss), () if around else choice.decisions, compiler)
+        key = (self.block_number(kind, loss), compiler)
         graphs = self.cache.graphs
         try:
             if halves:
@@ -413,10 +413,10 @@ class TracedPart:
             if "host" in choice.decisions:
                 raise NotCompiledError("some of the tensors it saves wait in CPU memory")
             if key not in graphs:
-                policy = None if around else self.regions(kind, choice).get("")
                 used = self.outside(loss).used[kind]
-                graphs[key] = compiled_block(block, policy, self.live.run, used, fuses=compiler == "inductor")
-            return compiled_memory(graphs[key], around=around, accumulate=accumulate, received=received)
+                graphs[key] = traced_block(block, self.live.run, used, fuses=compiler == "inductor")
+            policy = None if around else self.regions(kind, choice).get("")
+            return compiled_memory(graphs[key](policy), around=around, accumulate=accumulate, received=received)
         except NotCompiledError as error:
             warn_once(
                 f"Compiled layers ({type(block.module).__name__}) are predicted with the bytes of eager ones: {error}."

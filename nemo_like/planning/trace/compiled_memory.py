@@ -1,22 +1,23 @@
 """Memory of a block that `torch.compile` takes, from AOTAutograd's partition of its forward and backward.
 
-The joint graph is traced on fake tensors, with Inductor's decompositions and the tags of the block's policy, and
-AOTAutograd's own partitioner cuts it. Inductor does not run. It fuses pointwise operators, reductions and casts: their
+The joint graph is traced on fake tensors once, with Inductor's decompositions. A copy of it gets the tags of a policy, and
+AOTAutograd's own partitioner cuts that. Inductor does not run. It fuses pointwise operators, reductions and casts: their
 results are taken to exist only where a matmul, attention, a collective, the other graph or the caller reads them, and to be
 written into a tensor of their size that they read last.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.fx.traceback
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from nemo_like._util.table import grouped
 from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, storages, tensors_in
@@ -43,6 +44,8 @@ _APART = {
     *("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"),
     *("sort", "topk", "scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward"),
 }
+# Context in which forward asks torch's policy functions.
+_CONTEXT = SelectiveCheckpointContext(is_recompute=False)
 
 
 class NotCompiledError(ValueError):
@@ -64,18 +67,20 @@ class CompiledBlock:
     fuses: bool  # Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``).
 
 
-def compiled_block(
-    kind: BlockKind, policy: Policy | None, run: FakeRun, used: Collection[int], *, fuses: bool
-) -> CompiledBlock:
-    """Trace a block forward and backward, and cut the graph.
+def traced_block(
+    kind: BlockKind, run: FakeRun, used: Collection[int], *, fuses: bool
+) -> Callable[[Policy | None], CompiledBlock]:
+    """Trace a block forward and backward, and return a function that cuts the graph, once for each policy.
+
+    Its policy chooses the tensors that the block's region saves, by operators and their numbers alone; None: it has no
+    region, or one around it. It raises `NotCompiledError` where the block changes tensors in place.
 
     Args:
         kind, run, used: as for `block_memory`.
-        policy: chooses the tensors that its region saves; None: it has no region, or one around it.
         fuses: of `CompiledBlock`.
 
     Raises:
-        NotCompiledError: it draws random numbers, changes tensors in place, or has weights that are no plain tensors.
+        NotCompiledError: it draws random numbers, or has weights that are no plain tensors.
     """
     state = leaves_of(kind.state)
     if not kind.grad or (kind.trace is not None and kind.trace.draws):
@@ -93,6 +98,7 @@ def compiled_block(
     inputs = [local_part(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in given]
     at: list[int] = []
     counted = 0
+    ops: list[Any] = []  # Operators of forward, each by its label.
 
     def forward(primals: Iterable[Tensor]) -> list[Tensor]:
         by_id = {id(tensor): _like(tensor, primal) for tensor, primal in zip(given, primals)}
@@ -104,12 +110,15 @@ def compiled_block(
         with with_state(kind.module, {name: swap(tensor) for name, tensor in state.items()}), run.casting():
             return tensors_in(kind.run(*call_args, **call_kwargs))
 
+    def label(context: Any, op: Any, *args: object, **kwargs: object) -> Any:
+        ops.append(op)
+        return len(ops) - 1  # which torch puts where the answer of a policy goes: on the nodes that it adds
+
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> Any:
         nonlocal counted
         leaves = [p.detach().requires_grad_(t.requires_grad) for p, t in zip(primals, inputs)]
-        tags = create_selective_checkpoint_contexts(torch_policy_fn(policy))[0] if policy is not None else nullcontext()
         with torch.enable_grad():
-            with tags:
+            with create_selective_checkpoint_contexts(label)[0]:
                 out = forward(leaves)
             roots = [out[i] for i in at]
             needing = [leaf for leaf in leaves if leaf.requires_grad]
@@ -127,27 +136,30 @@ def compiled_block(
         del shapes
         with fx.traceback.preserve_node_meta():  # tags go into a global dictionary, which it puts back
             module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
-        for node in module.graph.nodes:
-            if isinstance(node.target, OpOverload) and facts(node.target).mutating:
-                raise NotCompiledError(f"it changes a tensor in place ({node.target.name()})")
-        if policy is not None:
-            _tag(module.graph)
-        forward_module, backward_module = two_graphs(module, counted, run.fake)
+    in_place = [
+        op.name() for node in module.graph.nodes if isinstance(op := node.target, OpOverload) and facts(op).mutating
+    ]
+    module.graph.eliminate_dead_code()
     names = {id(tensor): name for name, tensor in reversed(state.items())}  # a tied one by its first
     place_of = {
         id(replaced[id(tensor)]): place for place, tensor in reversed(by_argument(kind.args, kind.kwargs).items())
     }
     wanted = [("param", names[id(t)]) if id(t) in names else ("input", place_of.get(id(t))) for t in given]
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    return CompiledBlock(
-        forward_module.graph,
-        backward_module.graph,
-        counted,
-        tuple(at),
-        tuple(each for each, tensor in zip(wanted, given) if tensor.requires_grad),
-        {node.name: place for node, (what, place) in zip(nodes, wanted) if what == "input"},
-        fuses,
-    )
+    with_grad = tuple(each for each, tensor in zip(wanted, given) if tensor.requires_grad)
+    places = {node.name: place for node, (what, place) in zip(nodes, wanted) if what == "input"}
+
+    @cache
+    def cut(policy: Policy | None) -> CompiledBlock:
+        if in_place:
+            raise NotCompiledError(f"it changes a tensor in place ({in_place[0]})")
+        graph = deepcopy(module.graph)  # the partitioner changes it
+        _tag(graph, None if policy is None else dict(enumerate(map(partial(torch_policy_fn(policy), _CONTEXT), ops))))
+        with run:
+            forward, backward = two_graphs(fx.GraphModule(module, graph), counted, run.fake)
+        return CompiledBlock(forward.graph, backward.graph, counted, tuple(at), with_grad, places, fuses)
+
+    return cast("Callable[[Policy | None], CompiledBlock]", cut)
 
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
@@ -159,11 +171,14 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
     return made
 
 
-def _tag(graph: fx.Graph) -> None:
-    """Have the partitioner recompute the nodes that the policy did not decide on: views, and those without a tag."""
+def _tag(graph: fx.Graph, answers: Mapping[Any, CheckpointPolicy] | None) -> None:
+    """Put a policy's answers in the place of labels, and have the partitioner recompute the nodes that it did not decide
+    on: views, and those without a tag. None: there is no region, and no node gets a tag."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
-        begins = node.op == "placeholder" and "tangents" in str(node.target)
+        if answers and (tag := node.meta.get("recompute")) in answers:
+            node.meta["recompute"] = answers[tag]
+        begins = answers is None or (node.op == "placeholder" and "tangents" in str(node.target))
         if begins or any(operand in late for operand in node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function":
@@ -262,13 +277,22 @@ class _Graph:
         for node in self.nodes:
             self.root[node] = self._root(node)
         self.left = {self.root[node] for node in self.output.all_input_nodes}
-        self.real = {node for node in self.nodes if node.op == "placeholder" or _apart(node)} | self.left
-        self.real |= {node for node in self.nodes if node.target is operator.getitem}
-        self.real |= {self.root[read] for node in self.nodes if _apart(node) for read in node.all_input_nodes}
+        apart = [node for node in self.nodes if _apart(node)]
+        self.real = {node for node in self.nodes if node.target is operator.getitem}.union(
+            placeholders, apart, self.left
+        )
+        self.real |= {self.root[read] for node in apart for read in node.all_input_nodes}
         self.fuses = fuses
         if not fuses:
             self.real = {node for node in self.nodes if self.root[node] is node}
-        self._reads: dict[fx.Node, dict[fx.Node, None]] = {}
+        # Storages that the kernel of a node reads, through the nodes fused into it. Not sets, which would order them, and so
+        # the frees in the log, by their addresses.
+        self.reads: dict[fx.Node, dict[fx.Node, None]] = {}
+        for node in self.nodes:
+            bases = map(self.root.__getitem__, node.all_input_nodes)
+            self.reads[node] = dict.fromkeys(
+                r for base in bases for r in ([base] if base in self.real else self.reads[base])
+            )
 
     def _root(self, node: fx.Node) -> fx.Node:
         """Return the node whose storage a view is of; itself, where it makes one."""
@@ -283,17 +307,6 @@ class _Graph:
                     return self.root[read]
         return node
 
-    def reads(self, node: fx.Node) -> dict[fx.Node, None]:
-        """Return the storages that the kernel of a node reads, through the nodes fused into it."""
-        if node not in self._reads:
-            # Not a set, which would order them, and so the frees in the log, by their addresses.
-            nodes: dict[fx.Node, None] = {}
-            for read in node.all_input_nodes:
-                base = self.root[read]
-                nodes |= {base: None} if base in self.real else self.reads(base)
-            self._reads[node] = nodes
-        return self._reads[node]
-
     def log(
         self, given: Mapping[fx.Node, int], numbers: Iterator[int]
     ) -> tuple[list[tuple[int, int]], dict[fx.Node, int]]:
@@ -304,20 +317,13 @@ class _Graph:
         steps = [n for n in self.nodes if n.op == "call_function" and self.root[n] is n and n in self.real]
         last: dict[fx.Node, int] = {}
         for at, node in enumerate(steps):
-            for read in self.reads(node):
+            for read in self.reads[node]:
                 last[read] = at
         number, log = dict(given), list[tuple[int, int]]()
-        views = dict[int, set[fx.Node]]()
-        for node, storage in given.items():
-            views.setdefault(storage, set()).add(node)
         alive = {node: size_of(node) for node in given}
 
         def drop(node: fx.Node) -> None:
-            if alive.pop(node, None) is None:
-                return
-            others = views.get(number[node], set())
-            others.discard(node)
-            if not others:
+            if alive.pop(node, None) is not None and number[node] not in map(number.get, alive):
                 log.append((number[node], 0))
 
         def make(node: fx.Node) -> None:
