@@ -74,6 +74,8 @@ class LiveBytes(DispatchMode):
     ) -> Any:
         if is_wrapped(types):
             return NotImplemented
+        if func.namespace == "prim":  # a question, as for a device, which is half of all calls
+            return func(*args, **(kwargs or {}))
         if func is not _LIFT:  # whose argument torch.tensor() has just made
             for tensor in tensors_in((args, kwargs)):
                 if tensor.layout is torch.strided:

@@ -114,6 +114,9 @@ def _answer(args: argparse.Namespace, source: ModelSource) -> int:
     step, query, report = answered(step, search, args.model, args.ac, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
+    if say:
+        print(report.text(width, args.explain), flush=True)
+        print(_left_out(query, inputs, width), end="", flush=True)
     changes, interrupted = list[WhatIf](), False
     try:
         for change in what_if(step, query, report) if args.what_if else ():
@@ -121,9 +124,8 @@ def _answer(args: argparse.Namespace, source: ModelSource) -> int:
     except KeyboardInterrupt:
         interrupted = True
     report = replace(report, what_if=tuple(changes))
-    if say:
-        print(report.text(width, args.explain), flush=True)
-        print(_left_out(query, inputs, width), end="", flush=True)
+    if say and changes:
+        print(f"\n{report.changes_text(width)}", flush=True)
     if say and report.best is None:
         print(f"\n{paragraph(WAYS_OUT, width)}")
     ac = "full" if report.best is None else report.best.ac

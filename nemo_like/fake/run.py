@@ -90,6 +90,8 @@ class FakeRun(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func.namespace == "prim":  # a question, as for a device
+            return NotImplemented if is_wrapped(types) else func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         check_layouts(inputs)
         if is_wrapped(types):

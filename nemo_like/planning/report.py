@@ -237,7 +237,7 @@ class PlanReport:
         """
         table, unit = self.table(), self._unit()
         paste = "" if self.best is None else f"Paste: {self.call()}"
-        first, *more = [line for line in (self.answer, self.verdict(), paste, *self._better()) if line]
+        first, *more = [line for line in (self.answer, self.verdict(), paste) if line]
         first = paragraph(f"{first} {setting(self.device, self.job, self.stored)}", width)
         lines = ["\n".join([first, *more])]
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
@@ -246,12 +246,15 @@ class PlanReport:
         lines += [
             table.with_note(self.outside.note(unit, self.limit), width),
             self._lists(row, width),
-            self.what_if_table().text(width) if self.what_if else "",
             paragraph(accuracy_words(), width),
         ]
         if explain:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
-        return "\n\n".join(line for line in lines if line)
+        return "\n\n".join(line for line in (*lines, self.changes_text(width)) if line)
+
+    def changes_text(self, width: int | None = None) -> str:
+        """Return `what_if`, and the best change with its line to paste, for a screen; empty: no change was requested."""
+        return "\n".join([self.what_if_table().text(width), *self._better()]) if self.what_if else ""
 
     def _lists(self, row: ReportRow, width: int | None) -> str:
         """Return a plan as lists of names, to paste and to edit; empty: `row` is a mode."""
@@ -485,14 +488,16 @@ class Step:
 
 
 def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf]:
-    """Yield the effects of single changes of a job: sequence, devices, loss, optimizer, offloading, in this order.
+    """Yield the effects of those single changes of a job that its verdict calls for.
 
-    A change that cannot be planned is left out.
+    Where it fits without checkpointing: of a longer sequence and of fewer devices. Else of the loss, the optimizer,
+    offloading: less memory may make it fit, or leave room for a faster plan. A change that cannot be planned is left out.
 
     Args:
         step, query: the step and its query that `report` was made from.
     """
-    for words, make in _changed(step, query):
+    roomy = report.best is not None and report.best.ac == "none"
+    for words, make in _changed(step, query, roomy):
         with masks_in_blocks(words == FLEX):
             try:
                 other = make()
@@ -512,15 +517,15 @@ _TWICE, _HALF = "twice the sequence", "half the GPUs"
 FLEX = "attn_implementation='flex_attention', masks by blocks"
 
 
-def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], PlanQuery | None]]]:
+def _changed(step: Step, query: PlanQuery, roomy: bool) -> Iterator[tuple[str, Callable[[], PlanQuery | None]]]:
     job = query.job
-    if step.seq_len:
+    if roomy and step.seq_len:
         yield _TWICE, lambda: step.query(job, seq_len=2 * step.seq_len)
-    if job.ranks > 1 and job.ranks % 2 == 0:
+    if roomy and job.ranks > 1 and job.ranks % 2 == 0:
         yield _HALF, lambda: query.under(job.change(world_size=job.ranks // 2))
     if query.device.cuda is not None and makes_masks(step.model, split_sample(step.input[0])[1]):
         yield FLEX, step.query
-    for change in changes(job):
+    for change in () if roomy else changes(job):
         if change.job.ac == job.ac:  # the report shows which ac= is best
             yield change.words, partial(query.changed, change.job)
 

@@ -33,6 +33,7 @@ this package captures a CUDA graph, so graphs' pools are not counted.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from nemo_like._util.table import ByteUnit, byte_word
 from nemo_like._util.words import MIB
@@ -294,10 +295,15 @@ def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Itera
     """
     if query.device.cuda is None:
         return []
-    memory = limit - query.input_bytes
-    if ranks is None:
-        return [_within(query, _reported(query, rank, choices), memory) for rank in range(query.pp.size)]
-    return [_within(query, StepLogs(query, rank, choices), memory) for rank in ranks]
+    memory, reported = limit - query.input_bytes, ranks is None
+    which = range(query.pp.size) if ranks is None else list(ranks)
+
+    def run() -> list[int]:
+        logs = map(partial(_reported if reported else StepLogs, query, choices=choices), which)
+        return [_within(query, each, memory) for each in logs]
+
+    decisions = [[choice.told for choice in chosen] for chosen in choices]
+    return query.stages[0].part.kept(("reserved", query.job, query.device, decisions, limit, which), run)
 
 
 def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:

@@ -54,6 +54,12 @@ class Choice:
         return "full" if self.inside and all(region.choice.is_full for region in self.inside) else self.label
 
     @property
+    def told(self) -> tuple[object, ...]:
+        """All that decides the tensors of a step under it: of each of its regions, whether it is full, and its decisions."""
+        regions = tuple((region.path, region.choice.is_full, region.choice.decisions) for region in self.inside)
+        return regions or (self.is_full, self.decisions)
+
+    @property
     def is_full(self) -> bool:
         """Return whether it is ``ac="full"`` itself, and not only a choice that came from it."""
         return self.label == "full" and set(self.decisions) <= {"recompute", "save"}

@@ -42,7 +42,7 @@ _KINDS: dict[str, Any] = {
     )
 }
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "frozenset": frozenset}
-# Variables of the environment that decide which code runs.
+# Beginnings of variables of the environment that decide which code runs; folders of caches do not.
 _READ = ("ATEN_", "HF_", "KMP_", "MKL_", "NEMO_LIKE_", "OMP_", "PYTHON", "TORCH", "PYTORCH", "TRANSFORMERS_", "USE_")
 Result = TypeVar("Result")
 
@@ -147,7 +147,7 @@ def _versions() -> list[object]:
     root = Path(__file__).parents[2]
     stats = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
     own = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    read = sorted(item for item in os.environ.items() if item[0].startswith(_READ) and item[0] != "NEMO_LIKE_CACHE")
+    read = sorted(item for item in os.environ.items() if item[0].startswith(_READ) and "CACHE" not in item[0])
     return [sys.version, torch.__version__, torch.get_num_threads(), sorted(installed), own, read]
 
 
