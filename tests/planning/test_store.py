@@ -44,11 +44,11 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 def kept_in(folder: Path, about: object = "tiny") -> Iterator[Store]:
     """Keep traces in `folder`, also of a model that is no command's."""
     kept = Store(folder, about)
-    token = store._kept.set(kept)
+    token = store._current.set(kept)
     try:
         yield kept
     finally:
-        store._kept.reset(token)
+        store._current.reset(token)
         kept.save()
 
 

@@ -211,10 +211,10 @@ class TracedPart:
             calls = [(call.fqn, call.kind) for call in live.calls]
             return calls, tuple(kinds), live.shared_bytes, live.run.tables.bytes
 
-        calls, *others = self.kept("model", facts)
+        calls, *others = self.stored("model", facts)
         return ModelFacts(tuple(TracedCall(fqn, layers[fqn], kind) for fqn, kind in calls), *others)
 
-    def kept(self, key: object, make: Callable[[], Result]) -> Result:
+    def stored(self, key: object, make: Callable[[], Result]) -> Result:
         """Return the result of `make`, or the one that is kept under `key` for this part."""
         store = self.cache.store
         return make() if store is None else store.get(self._about, key, make)
@@ -306,7 +306,7 @@ class TracedPart:
             with self.live.run, under_loss_parallel(self.splits_loss):
                 return trace_kind(self.live.kinds[kind], self.live.run, problem.trace.name, regions)
 
-        traced = self.kept(("around", self.traced.kinds[kind].key, tuple(regions)), around)
+        traced = self.stored(("around", self.traced.kinds[kind].key, tuple(regions)), around)
         return self.proved(kind, problem.in_regions(traced, names, skip=skip))
 
     def regions(self, kind: int, choice: Choice) -> dict[str, Policy]:
@@ -386,7 +386,7 @@ class TracedPart:
 
         if key not in blocks:
             of_kind = (self.traced.kinds[kind].key, sorted(outside.used[kind]), sorted(outside.layouts[kind].items()))
-            blocks[key] = self.kept(("block", *of_kind, choice.told, *how), run)
+            blocks[key] = self.stored(("block", *of_kind, choice.told, *how), run)
         return blocks[key]
 
     def _compiled(
@@ -464,7 +464,7 @@ class TracedPart:
             ours = self.is_stage and getattr(loss.loss_fn, "__module__", "").startswith("nemo_like.")
             places = [sorted(each, key=str) for each in held]
             words = ("outside", loss[:2], "sent" if ours else loss.loss_fn, accumulate, places, halves)
-            memory = self.kept(words, lambda: run(traced=self.live))
+            memory = self.stored(words, lambda: run(traced=self.live))
             seconds, kinds = work_seconds(memory.work, self.device)
             memory = replace(memory, seconds=seconds, kinds=kinds)
             for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():

@@ -95,7 +95,7 @@ def _within_peak(query: PlanQuery, rank: int, stacks: Mapping[int, Stack], limit
     def last_of(rows: Sequence[Mapping[int, Mixed]]) -> int:
         about = [saved(row) for row in rows]
         last_saved, last_peak = query.near[rank]
-        return last_within(limit, lambda at: peak(rows[at]), about, last_saved + limit - last_peak, limit * _CLOSE)
+        return last_within(limit, lambda at: peak(rows[at]), about, last_saved + limit - last_peak)
 
     best, before = len(rows) - 1, query.near.get(rank)
     if peak(rows[best]) > limit:
@@ -140,13 +140,10 @@ def _too_small(query: PlanQuery, rank: int, stacks: Mapping[int, Stack], limit: 
     )
 
 
-_CLOSE = 1 / 256  # Share of the limit that may be left over: it buys less time than the numbers are off by.
 _GUESSES = 6  # Guesses that may go wrong before the row is halved instead.
 
 
-def last_within(
-    limit: int, size: Callable[[int], int], about: Sequence[int], first: int | None = None, close: float = 0.0
-) -> int:
+def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], first: int | None = None) -> int:
     """Return the last position whose size is at most `limit`; -1: none is. Bisection finds the same in more steps.
 
     Args:
@@ -155,7 +152,6 @@ def last_within(
         about: as many numbers, ascending, between which sizes differ about as much: one that is known says where to look
             next.
         first: the number among these near which to begin; None: the middle.
-        close: the first that leaves fewer bytes of `limit` is the answer.
 
     >>> last_within(25, [11, 20, 30, 41].__getitem__, [0, 10, 20, 30])
     1
@@ -167,8 +163,6 @@ def last_within(
         bytes_there = size(at)
         if bytes_there <= limit:
             low = at
-            if limit - bytes_there < close:
-                break
         else:
             high = at
         guess = bisect_right(about, limit - bytes_there + about[at]) - 1 if guesses else (low + high) // 2

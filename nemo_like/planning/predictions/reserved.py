@@ -300,10 +300,10 @@ def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Itera
 
     def run() -> list[int]:
         logs = map(partial(_reported if reported else StepLogs, query, choices=choices), which)
-        return [_within(query, each, memory) for each in logs]
+        return [_within(query, steps, memory) for steps in logs]
 
     decisions = [[choice.told for choice in chosen] for chosen in choices]
-    return query.stages[0].part.kept(("reserved", query.job, query.device, decisions, limit, which), run)
+    return query.stages[0].part.stored(("reserved", query.job, query.device, decisions, limit, which), run)
 
 
 def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:

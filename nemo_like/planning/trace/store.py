@@ -111,17 +111,17 @@ class Store:
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the files that were not used for longest, until `MOST_BYTES` are left; also parts of files that ended early."""
+    """Remove the files that were not used for longest, until `MOST_BYTES` remain; also parts of files that ended early."""
     stats = dict[Path, os.stat_result]()
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # of another command that makes room
             if _OURS.fullmatch(path.name):
                 stats[path] = path.stat()
-    left = sum(stat.st_size for stat in stats.values())
+    size = sum(stat.st_size for stat in stats.values())
     for path in sorted(stats, key=lambda path: stats[path].st_mtime):
-        if left > MOST_BYTES:
+        if size > MOST_BYTES:
             path.unlink(missing_ok=True)
-            left -= stats[path].st_size
+            size -= stats[path].st_size
 
 
 _OURS = re.compile(r"[0-9a-f]{32}\.\w+")
@@ -146,9 +146,9 @@ def _versions() -> list[object]:
     }
     root = Path(__file__).parents[2]
     stats = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
-    own = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    sources = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     read = sorted(item for item in os.environ.items() if item[0].startswith(_READ) and "CACHE" not in item[0])
-    return [sys.version, torch.__version__, torch.get_num_threads(), sorted(installed), own, read]
+    return [sys.version, torch.__version__, torch.get_num_threads(), sorted(installed), sources, read]
 
 
 def _written(value: Any) -> Any:
@@ -166,18 +166,18 @@ def _written(value: Any) -> Any:
     name = type(value).__name__
     if _KINDS.get(name) is type(value):
         fields = value if isinstance(value, tuple) else (getattr(value, field) for field in value.__match_args__)
-        return {name: [_written(each) for each in fields]}
+        return {name: [_written(item) for item in fields]}
     if isinstance(value, dict):
-        return {"dict": [[_written(key), _written(each)] for key, each in value.items()]}
+        return {"dict": [[_written(key), _written(item)] for key, item in value.items()]}
     if name not in _SEQUENCES:
         raise TypeError(f"a {name} is not kept")
     if (
         value
         and isinstance(value, tuple)
-        and all(type(each) is tuple and list(map(type, each)) == [int, int] for each in value)
+        and all(type(item) is tuple and list(map(type, item)) == [int, int] for item in value)
     ):
-        return {"log": [number for each in value for number in each]}
-    return {name: [_written(each) for each in value]}
+        return {"log": [number for item in value for number in item]}
+    return {name: [_written(item) for item in value]}
 
 
 def _read(value: Any) -> Any:
@@ -192,17 +192,17 @@ def _read(value: Any) -> Any:
     if name == "log":
         return tuple(zip(inside[::2], inside[1::2]))
     if name == "dict":
-        return {_read(key): _read(each) for key, each in inside}
-    each = map(_read, inside)
-    return _SEQUENCES[name](each) if name in _SEQUENCES else _KINDS[name](*each)
+        return {_read(key): _read(item) for key, item in inside}
+    items = map(_read, inside)
+    return _SEQUENCES[name](items) if name in _SEQUENCES else _KINDS[name](*items)
 
 
-_kept: ContextVar[Store | None] = ContextVar("kept traces", default=None)
+_current: ContextVar[Store | None] = ContextVar("kept traces", default=None)
 
 
 def current_store() -> Store | None:
     """Return the store of the command that runs; None: nothing is kept."""
-    return _kept.get()
+    return _current.get()
 
 
 @contextmanager
@@ -219,9 +219,9 @@ def keeping(wanted: bool, config: Any, *about: object) -> Iterator[None]:
         yield
         return
     store = Store(folder / "traces", (sorted(config.to_dict().items()), about))
-    token = _kept.set(store)
+    token = _current.set(store)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _current.reset(token)
         store.save()
