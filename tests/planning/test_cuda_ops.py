@@ -274,7 +274,9 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
     model, x = _model().to(dtype), torch.randn(2, 32, 64, dtype=dtype)
     traced = trace_model(model, find_layers(model), x, cuda=torch.cuda.get_device_capability())
     mask = torch.ones(32, 32, dtype=torch.bool, device="cuda").tril()
-    for trace, given, grad in zip(traced.traces(), (None, mask, None), (False, True, True), strict=True):
+    for trace, given, grad in zip(
+        [kind.trace for kind in traced.kinds], (None, mask, None), (False, True, True), strict=True
+    ):
         block, real_x = model.layers[0].cuda(), x.cuda().requires_grad_(grad)
         real = record(
             lambda: block(real_x, given),  # noqa: B023

@@ -43,7 +43,8 @@ class Screen:
         """Return what the command prints today."""
         words = shlex.split(self.command.replace("\\\n", " "))[1:]
         out = io.StringIO()
-        with mock.patch.dict(os.environ, {"COLUMNS": str(self.columns)}), contextlib.redirect_stdout(out):
+        around = {"COLUMNS": str(self.columns), "NEMO_LIKE_CACHE": "off"}
+        with mock.patch.dict(os.environ, around), contextlib.redirect_stdout(out):
             main(words)
         return out.getvalue()
 

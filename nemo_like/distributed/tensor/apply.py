@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -190,9 +191,9 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     Raises:
         ValueError: rules under which sequences cannot be cut.
     """
-    layers = tuple(find_layers(model) if layers is None else layers)
+    layers, inside = tuple(find_layers(model) if layers is None else layers), _by_module(rules)
     stacks = grouped((layer.fqn.rpartition(".")[0], layer) for layer in layers)
-    cut = [stack for stack in stacks.values() if any(_inside(rules, layer.fqn) for layer in stack)]
+    cut = [stack for stack in stacks.values() if any(layer.fqn in inside for layer in stack)]
     if not cut:
         raise ValueError(
             f"sequence_parallel=True, but the plan cuts nothing in the layer {layers[0].fqn!r}: no module there would put "
@@ -201,14 +202,14 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     owners: dict[str, bool] = {}
     in_part: list[str] = []
     for layer in (layer for stack in cut for layer in stack):
-        for rule in _inside(rules, layer.fqn):
+        for rule in inside.get(layer.fqn, ()):
             if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
                 raise ValueError(
                     f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known "
                     f"which part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in "
                     "the plan, or leave sequence_parallel off."
                 )
-        in_layer = _owners(layer, rules)
+        in_layer = _owners(layer, inside)
         owners |= in_layer
         in_part += [
             name
@@ -229,19 +230,20 @@ def cuts_sequences(model: nn.Module, ranks: int) -> bool:
         return False
 
 
-def _inside(rules: Sequence[Rule], name: str) -> list[Rule]:
-    return [rule for rule in rules if f"{rule.fqn}.".startswith(f"{name}.")]
+def _by_module(rules: Sequence[Rule]) -> dict[str, list[Rule]]:
+    """Return the rules inside of each module, by its name."""
+    return grouped((name, rule) for rule in rules for name in accumulate(rule.fqn.split("."), "{}.{}".format))
 
 
-def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
+def _owners(layer: Layer, inside: Mapping[str, Sequence[Rule]]) -> dict[str, bool]:
     """Return the modules of `layer` that see the whole sequence, where all else are norms: see `SequencePlaces.owners`.
 
     They are those with cut weights, and one that the plan leaves whole (a mixer, experts that `ep` splits). Where there is
     more (a linear next to attention, experts that are given single tokens), it is the layer itself.
     """
     blocks = {f"{layer.fqn}.{name}": block for name, block in layer.module.named_children()}
-    owners = {name: block for name, block in blocks.items() if _inside(rules, name) or _has_matrices(block)}
-    left_whole = [name for name in owners if not _inside(rules, name)]
+    owners = {name: block for name, block in blocks.items() if name in inside or _has_matrices(block)}
+    left_whole = [name for name in owners if name not in inside]
     has_matrices = any(parameter is not None and parameter.dim() > 1 for parameter in layer.module._parameters.values())
     if (
         has_matrices
@@ -252,7 +254,7 @@ def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
         )
     ):
         return {layer.fqn: False}
-    return {name: _is_of_linears(name, block, _inside(rules, name)) for name, block in owners.items()}
+    return {name: _is_of_linears(name, block, inside.get(name, ())) for name, block in owners.items()}
 
 
 def _has_matrices(module: nn.Module) -> bool:

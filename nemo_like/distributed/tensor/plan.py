@@ -4,7 +4,7 @@ nothing."""
 import copy
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +84,9 @@ def resolve_plan(
             f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
             f"one: tp=TensorParallel({tp_size}, plan={{'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}})."
         )
-    rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, is_default)]
+    plain = plain_names(model)
+    named = [(fqn, plain(fqn), module) for fqn, module in model.named_modules()]  # once for all patterns
+    rules = [r for pattern, style in wanted.items() for r in _rules(model, named, plain, pattern, style, is_default)]
     if not rules:
         raise ValueError(
             f"The tensor-parallel plan matches nothing in this {type(model).__name__}: {', '.join(wanted)}."
@@ -133,7 +135,15 @@ def _own_plan(adapted: nn.Module) -> Mapping[str, str]:
     return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
 
 
-def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> list[Rule]:
+def _rules(
+    model: nn.Module,
+    named: Sequence[tuple[str, str, nn.Module]],
+    plain: Callable[[str], str],
+    pattern: str,
+    style: object,
+    is_default: bool,
+) -> list[Rule]:
+    """Return the rules of one pattern; `named`: each module with its name, and that without PEFT's; `plain`: makes these."""
     if not isinstance(style, str | ParallelStyle):
         raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
     name = style if isinstance(style, str) else type(style).__name__
@@ -145,10 +155,9 @@ def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> l
             + did_you_mean(name, known_styles())
         )
     regex = glob_to_regex(pattern)
-    plain = plain_names(model)
     rules = []
-    for fqn, module in model.named_modules():
-        if regex.fullmatch(fqn) or (not fqn.endswith(".base_layer") and regex.fullmatch(plain(fqn))):
+    for fqn, bare_name, module in named:
+        if regex.fullmatch(fqn) or (not fqn.endswith(".base_layer") and regex.fullmatch(bare_name)):
             rules.append(Rule(fqn, known, name, module))
         for parameter in module._parameters:
             full = f"{fqn}.{parameter}" if fqn else parameter

@@ -52,7 +52,7 @@ class Store:
 
     def __init__(self, folder: Path, about: object) -> None:
         """Read nothing yet; `about`: words on the model."""
-        self.folder, self.about = folder, (about, _versions())
+        self.folder, self.about = folder, digest(about, _versions())
         self._files: dict[str, dict[str, Any]] = {}
         self._new: dict[str, dict[str, Any]] = {}
 
@@ -61,7 +61,7 @@ class Store:
 
         about: words on the local shape; those of one share a file.
         """
-        name, entry = digest(self.about, about), digest(key)
+        name, entry = self.about and digest(self.about, about), digest(key)
         file = self._file(name)
         if entry in file:
             with suppress(ValueError, TypeError, KeyError, IndexError):

@@ -75,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-len", type=int, default=256, help="verify: tokens per sample")
     parser.add_argument("--repeats", type=int, default=5, help="steps that are measured")
     parser.add_argument("--compile", group="training", nargs="*", default=["aot_eager"], help="overhead: back ends")
+    parser.add_argument("--against", group="output", metavar="TREE", help="planning: another checkout")
     parser.add_argument("--json", metavar="PATH", help="write everything here, as JSON")
     return parser
 

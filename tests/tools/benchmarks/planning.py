@@ -1,74 +1,58 @@
-"""Suite ``planning``: how long a plan takes, from the traced block to the table of decisions."""
+"""Suite ``planning``: CPU seconds of `plan` and `fit`, cold and warm, in pairs with those of another checkout."""
 
 from __future__ import annotations
 
-import time
+import os
+import resource
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
-from typing import Any
+from pathlib import Path
 
-from nemo_like.job import Job
-from nemo_like.models import resolve_model
-from nemo_like.options import MemoryBudget
-from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.query import PlanQuery
-from tests.planning.queries import plan_of
-from tests.tools.benchmarks.scale import shapes_of
 from tests.tools.benchmarks.suite import Column, Measured, Suite
 
-SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
-"""(preset, ranks)."""
-
-TOKENS = 8192
+ROOT = Path(__file__).parents[3]
+QUESTIONS = {
+    "plan, 8B on 8": ("plan --model llama3-8b --gpus 8", "--gpu h200"),
+    "fit, 8B on 8": ("fit --model llama3-8b --gpus 8", "--memory 70GiB"),
+    "fit, 405B on 16,384": ("fit --model llama3-405b --gpus 16384", "--memory 70GiB"),
+    "fit, DeepSeek-V3 on 2,048": ("fit --model deepseek-v3 --gpus 2048", "--memory 70GiB"),
+}
+"""Questions, and the option of another one about the same model."""
 
 
 def _run(options: Namespace) -> Measured:
-    """Plan each shape once (or, for another preset in `options.model`, that one on 8 ranks)."""
-    about = {"seq_len": TOKENS, "batch_size": 1, "gpu": "h100-80gb"}
-    rows = [measure(*shape) for shape in shapes_of(options, SHAPES)]
-    return Measured("Time to plan", rows, about)
+    """Ask each question: of the other checkout, then cold, warm, and with another option warm; and import torch alone."""
+    rows = []
+    for name, (words, other) in QUESTIONS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            before = None if options.against is None else cpu_seconds(words, options.against, folder)
+            cold, same, warm = (cpu_seconds(asked, ROOT, folder) for asked in (words, words, f"{words} {other}"))
+            alone = cpu_seconds("", ROOT, folder)
+        rows.append({"name": name, "against": before, "cold": cold, "warm": warm, "same": same, "torch": alone})
+    return Measured("CPU seconds of a question", rows, {"gpu": "h100-80gb", "against": options.against})
 
 
-def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
-    """One row: seconds to build, to trace, to choose (every block's frontier) and to plan for half of the activations."""
-    start = time.perf_counter()
-    source = resolve_model(name)
-    model = source.build("meta")
-    built = time.perf_counter()
-    job = Job.of(world_size=ranks, precision="bf16", gpu=resolve_device("h100-80gb"))
-    query = PlanQuery.from_model(model, source.sample_input(1, tokens), job)
-    traced = time.perf_counter()
-    (stage,) = query.stages
-    kinds = len(stage.part.problems)
-    for kind in range(kinds):
-        stage.part.problems[kind].frontier(skip=stage.skip, host=stage.host)
-    chosen = time.perf_counter()
-    plan = plan_of(query, MemoryBudget(fraction=0.5))
-    end = time.perf_counter()
-    return {
-        "model": name,
-        "ranks": ranks,
-        "layers": len(plan.layers),
-        "kinds": kinds,
-        "build_s": built - start,
-        "trace_s": traced - built,
-        "choose_s": chosen - traced,
-        "plan_s": end - chosen,
-        "total_s": end - start,
-    }
+def cpu_seconds(words: str, tree: str | Path, cache: str) -> float:
+    """Return user and system seconds of a process that asks a question; without words, that imports torch."""
+    program = ["-m", "nemo_like", *words.split()] if words else ["-c", "import torch"]
+    around = os.environ | {"PYTHONPATH": str(tree), "NEMO_LIKE_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *program], env=around, cwd=cache, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 PLANNING = Suite(
-    help="time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta",
+    help="CPU seconds of plan and fit, cold and warm, and of another checkout (--against)",
     columns=(
-        Column("model", "model"),
-        Column("ranks", "ranks", "{:,}".format),
-        Column("layers", "layers"),
-        Column("kinds", "distinct blocks"),
-        Column("build_s", "build on meta s", "{:.2f}".format),
-        Column("trace_s", "trace s", "{:.2f}".format),
-        Column("choose_s", "choose s", "{:.2f}".format),
-        Column("plan_s", "plan within 50% s", "{:.2f}".format),
-        Column("total_s", "in all s", "{:.2f}".format),
+        Column("name", "question"),
+        Column("against", "before", "{:.1f}".format),
+        Column("cold", "cold", "{:.1f}".format),
+        Column("warm", "another option, warm", "{:.1f}".format),
+        Column("same", "the same, warm", "{:.1f}".format),
+        Column("torch", "import torch", "{:.1f}".format),
     ),
     run=_run,
 )
