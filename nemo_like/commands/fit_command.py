@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(pins.get(name), list):
             pins[name] = [FLAGS[name].read(word) for word in pins[name]]
     config = resolve_model(args.model).config
-    with keeping(args.cache, config, args.dtype, args.lora, args.lora and args.precision), progress() as say:
+    with keeping(args.cache, config, args.dtype, args.lora), progress() as say:
         report = fit(
             args.model,
             gpus=args.gpus,

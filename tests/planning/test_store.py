@@ -140,8 +140,8 @@ QUESTIONS = (
     "--pp 2 --grad-accum 4",
     "--grad-accum 4 --sync last",
     "--offload boundary",
-    "--strategy ddp",
-    "--strategy single --gpus 1",
+    "--optimizer sgd --gpus 2",
+    "--gpus 1",
     "--lora 4",
     "--precision fp32",
     "--dtype bf16",
@@ -156,7 +156,7 @@ QUESTIONS = (
     "--gpu cpu",
     "--gpu b200 --wide",
     "--model mixtral-tiny --ep 2",
-    "--model qwen2-tiny --explain",
+    "--model llama-small --explain",
     "--model llama-tiny --tp 2 --sequence-parallel --loss-parallel",
 )
 
@@ -283,6 +283,18 @@ def test_where_it_cannot_be_kept_one_sentence_tells(
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
     Store(tmp_path / "file" / "traces", "tiny").save()  # nothing is new, so nothing is written
+
+
+def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Store(tmp_path, "tiny")
+    kept.get("shape", "key", lambda: 1)
+    kept.save()
+
+    def denied(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "utime", denied)
+    assert Store(tmp_path, "tiny").get("shape", "key", lambda: 2) == 1
 
 
 def test_two_writers_keep_what_both_found(tmp_path: Path) -> None:

@@ -81,10 +81,11 @@ class Store:
     def _entries(self, name: str) -> dict[str, Any]:
         """Return the entries of a file; none of one that is not there, or damaged."""
         path = self.folder / f"{name}.json"
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             check, _, text = path.read_text(encoding="utf-8").partition("\n")
             if check == digest(text):
-                os.utime(path)
+                with suppress(OSError):  # it may be another user's, who keeps it for all
+                    os.utime(path)
                 return dict(json.loads(text))
         return {}
 
