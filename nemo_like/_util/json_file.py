@@ -17,8 +17,15 @@ def write_json(path: str | Path, value: object) -> None:
         TypeError, ValueError: `value` is not made of JSON values.
         OSError: the file cannot be written.
     """
-    text = json.dumps(value, indent=1) + "\n"
-    path = Path(path)
+    write_whole(Path(path), json.dumps(value, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` as `write_json` does.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         beside.write_text(text, encoding="utf-8")

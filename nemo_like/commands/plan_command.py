@@ -81,22 +81,23 @@ def first_line(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.models import resolve_model
+    from nemo_like.planning.predict import searched_size
     from nemo_like.planning.trace.store import keeping
-
-    source = resolve_model(args.model)
-    with keeping(args.cache, source.config, args.dtype, args.lora):
-        return _answer(args, source)
-
-
-def _answer(args: argparse.Namespace, source: ModelSource) -> int:
-    from nemo_like.models import most_positions
-    from nemo_like.planning.devices import device_of
-    from nemo_like.planning.predict import answered, searched_size
-    from nemo_like.planning.report import WhatIf, what_if
 
     search = searched_size(gpus=args.world_size, seq_len=args.seq_len, batch_size=args.batch_size)
     limit = None if args.memory is None else parse_bytes(args.memory, "--memory")
     _check(args)
+    source = resolve_model(args.model)
+    with keeping(args.cache, source.config, args.dtype, args.lora):
+        return _answer(args, source, search, limit)
+
+
+def _answer(args: argparse.Namespace, source: ModelSource, search: str, limit: int | None) -> int:
+    from nemo_like.models import most_positions
+    from nemo_like.planning.devices import device_of
+    from nemo_like.planning.predict import answered
+    from nemo_like.planning.report import WhatIf, what_if
+
     args = _with_a_start(args, search, most_positions(source.config))
     job = asked_job(args)
     if args.check:
@@ -110,7 +111,7 @@ def _answer(args: argparse.Namespace, source: ModelSource) -> int:
     if args.calibrate_from is not None:
         if search:
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
-        return _answer(_calibrated(args, query), source)
+        return _answer(_calibrated(args, query), source, search, limit)
     step, query, report = answered(step, search, args.model, args.ac, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()

@@ -4,6 +4,7 @@ The judge is the answer without a store, of the same question.
 """
 
 import errno
+import importlib
 import itertools
 import json
 import os
@@ -15,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nemo_like import ExpertParallel, PipelineParallel, PlanReport, TensorParallel, predict
+from nemo_like import ExpertParallel, Job, PipelineParallel, PlanReport, TensorParallel, predict
 from nemo_like._util.log import say_once
+from nemo_like.distributed.documents import in_blocks, masks_in_blocks
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, StepSpec
 from nemo_like.planning.model import traced
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace import store
 from nemo_like.planning.trace.store import Store, contents_of_integers, digest, keeping
+from tests.models.tiny import labelled
+from tests.planning.queries import Text, part_of
 
 OTHERS: dict[str, tuple[Any, ...]] = {
     "loss": (None, "chunked"),
@@ -210,10 +216,8 @@ def test_only_what_words_tell_is_kept(tmp_path: Path) -> None:
         say_once("a layer falls back")
         return 1
 
-    made = itertools.count()
     for key, make in (("warned", warned), (object(), lambda: 1), ("object", lambda: {"at": object()})):
-        before = next(made)
-        assert kept.get("shape", key, make) is not None and before is not None
+        assert kept.get("shape", key, make)
     assert kept.get("shape", "plain", lambda: ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]}))
     kept.save()
     (path,) = tmp_path.glob("*.json")
@@ -259,11 +263,38 @@ def test_another_version_sample_or_model_is_another_file(tmp_path: Path, monkeyp
     (installed / "torch_fork-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(installed)
     assert kept() == 3
-    import torch
-
     ids = torch.zeros(2, 4, dtype=torch.long)
     assert contents_of_integers({"a": ids}) == contents_of_integers({"a": ids.clone(), "x": torch.rand(2)})
     assert contents_of_integers({"a": ids}) != contents_of_integers({"a": ids + 1})
+
+
+def test_code_of_the_model_that_was_changed_in_place_is_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a checkout that is installed as a link: the version stays."""
+    (tmp_path / "linked" / "models").mkdir(parents=True)
+    (tmp_path / "linked" / "__init__.py").write_text("class Config:\n    def to_dict(self):\n        return {}\n")
+    code = tmp_path / "linked" / "models" / "modeling.py"
+    code.write_text("scale = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
+
+    def about() -> str:
+        with keeping(True, importlib.import_module("linked").Config()):
+            current = store.current_store()
+            assert current is not None
+            return current.about
+
+    first = about()
+    assert about() == first
+    code.write_text("scale = 10\n")
+    assert about() != first
+
+
+def test_a_run_that_comes_later_has_the_masks_of_its_part() -> None:
+    with masks_in_blocks(True):
+        query = PlanQuery.from_model(Text(), labelled(torch.zeros(2, 16, dtype=torch.long)), Job.of(gpu="cpu"))
+    assert part_of(query).stored("masks", in_blocks.get) and not in_blocks.get()
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
@@ -309,8 +340,8 @@ def test_two_writers_keep_what_both_found(tmp_path: Path) -> None:
 
 def test_the_oldest_uses_go_and_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "thesis.json").write_text("x" * 2000)
-    (tmp_path / f"{'0' * 32}.99999").write_text("x" * 600)  # of a writer that was killed
-    os.utime(tmp_path / f"{'0' * 32}.99999", (1, 1))
+    (tmp_path / f"{'0' * 32}.json.99999.partial").write_text("x" * 600)  # of a writer that was killed
+    os.utime(tmp_path / f"{'0' * 32}.json.99999.partial", (1, 1))
     monkeypatch.setattr(store, "MOST_BYTES", 900)
     for at, name in enumerate("abc"):
         kept = Store(tmp_path, name)
@@ -323,4 +354,4 @@ def test_the_oldest_uses_go_and_files_of_others_stay(tmp_path: Path, monkeypatch
         os.utime(newest, (at + 100, at + 100)) if name != "c" else None
     left = [Store(tmp_path, name).get("shape", "key", lambda: "") for name in "abc"]
     assert left == ["y" * 300, "", "y" * 300]
-    assert {path.name for path in tmp_path.iterdir()} >= {"thesis.json"} and not list(tmp_path.glob("*.99999"))
+    assert {path.name for path in tmp_path.iterdir()} >= {"thesis.json"} and not list(tmp_path.glob("*.partial"))

@@ -24,7 +24,7 @@ from nemo_like.activation_checkpointing.names import check_lists, regions_of
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
-from nemo_like.distributed.documents import in_blocks, keep_documents_apart
+from nemo_like.distributed.documents import in_blocks, keep_documents_apart, masks_in_blocks
 from nemo_like.distributed.expert.split_experts import Experts, has_experts, refuse_lists
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
@@ -135,7 +135,7 @@ class TracedPart:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         self.device: Device = device_of(job)
         self.cache, self.shape = cache, shape_of(job)
-        self.loss = StepLoss.from_job(job)
+        self.loss, self._in_blocks = StepLoss.from_job(job), in_blocks.get()
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         refuse_four_bits(model)
@@ -172,7 +172,7 @@ class TracedPart:
         shape = (self.device.kind, self.device.cuda, job.param_dtype, job.precision.matmuls, job.fsdp is None)
         stage = getattr(model, STAGE_MARK, None)
         place = None if stage is None else (stage.is_first, stage.is_last, stage.layers)
-        named = (place, *(layer.fqn for layer in self.layers), in_blocks.get())
+        named = (place, *(layer.fqn for layer in self.layers), self._in_blocks)
         self._about = (shape, job.tp, job.cp, job.ep, routing, named, self.sample, contents_of_integers(sample_input))
         self.traced = self._facts()
         rates = self.device
@@ -217,7 +217,8 @@ class TracedPart:
     def stored(self, key: object, make: Callable[[], Result]) -> Result:
         """Return the result of `make`, or the one that is kept under `key` for this part."""
         store = self.cache.store
-        return make() if store is None else store.get(self._about, key, make)
+        with masks_in_blocks(self._in_blocks):  # as it was when the part was made: a run may come later
+            return make() if store is None else store.get(self._about, key, make)
 
     @cached_property
     def not_run(self) -> tuple[find.Layer, ...]:

@@ -3,7 +3,7 @@
 1. Only the commands keep, and only for a model of a config: its code is transformers' alone. A ``module:function``, and a
    process of the caller, may have changed any function, which no key can tell.
 2. A file is of one model in one local shape, by a digest of all that decides its numbers: each installed distribution, the
-   sources of this package, Python, the environment, the config, the sample. Of another digest there is no file.
+   sources of this package and of the model, Python, the environment, the config, the sample.
 3. Entries are lists of numbers and words. `_KINDS` has the records that they are made into; nothing else is. Never pickle.
 4. A result that depends on a function of the caller, or that was logged about, is not kept.
 5. A file is written aside and renamed. One that is damaged is not there. The oldest uses go at `MOST_BYTES`.
@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from nemo_like._util.folders import cache_folder
+from nemo_like._util.json_file import write_whole
 from nemo_like._util.log import times_said, warn_once
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import tensors_in
@@ -32,15 +33,8 @@ from nemo_like.planning.trace.records import BackwardCall, BlockEvents, ForwardC
 from nemo_like.torch_compat import HigherOrderOperator, OpOverload
 
 MOST_BYTES = 200 << 20
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(BackwardCall, BlockEvents, BlockTrace, ForwardCall),
-        *(KindFacts, OpRecord, OuterEvents),
-        TracedRegion,
-        Work,
-    )
-}
+_RECORDS = (BackwardCall, BlockEvents, BlockTrace, ForwardCall, KindFacts, OpRecord, OuterEvents, TracedRegion, Work)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in _RECORDS}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "frozenset": frozenset}
 # Beginnings of variables of the environment that decide which code runs; folders of caches do not.
 _READ = ("ATEN_", "HF_", "KMP_", "MKL_", "NEMO_LIKE_", "OMP_", "PYTHON", "TORCH", "PYTORCH", "TRANSFORMERS_", "USE_")
@@ -95,13 +89,7 @@ class Store:
             for name, new in self._new.items():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 text = json.dumps(self._entries(name) | new, separators=(",", ":"))
-                path = self.folder / f"{name}.json"
-                part = path.with_suffix(f".{os.getpid()}")
-                try:
-                    part.write_text(f"{digest(text)}\n{text}", encoding="utf-8")
-                    part.replace(path)
-                finally:
-                    part.unlink(missing_ok=True)
+                write_whole(self.folder / f"{name}.json", f"{digest(text)}\n{text}")
             if self._new:
                 _make_room(self.folder)
         except OSError as error:
@@ -125,7 +113,7 @@ def _make_room(folder: Path) -> None:
             size -= stats[path].st_size
 
 
-_OURS = re.compile(r"[0-9a-f]{32}\.\w+")
+_OURS = re.compile(r"[0-9a-f]{32}\.json(\.\d+\.partial)?")
 
 
 def contents_of_integers(sample: Any) -> str:
@@ -146,10 +134,21 @@ def _versions() -> list[object]:
         name for place in sys.path if os.path.isdir(place) for name in os.listdir(place) if ".dist-info" in name
     }
     root = Path(__file__).parents[2]
-    stats = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
-    sources = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    sources = _files(sorted(root.rglob("*.py")))
     read = sorted(item for item in os.environ.items() if item[0].startswith(_READ) and "CACHE" not in item[0])
     return [sys.version, torch.__version__, torch.get_num_threads(), sorted(installed), sources, read]
+
+
+def _files(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time of files: another content has another one of these."""
+    stats = [(str(path), path.stat()) for path in paths]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _code_of(config: Any) -> list[tuple[str, int, int]]:
+    """Return the files of the model's package, which may be changed in place or linked, without another version."""
+    package = sys.modules[type(config).__module__.partition(".")[0]]
+    return _files(sorted(Path(str(package.__file__)).parent.rglob("*.py")))
 
 
 def _written(value: Any) -> Any:
@@ -219,7 +218,7 @@ def keeping(wanted: bool, config: Any, *about: object) -> Iterator[None]:
     if not wanted or config is None or folder is None:
         yield
         return
-    store = Store(folder / "traces", (sorted(config.to_dict().items()), about))
+    store = Store(folder / "traces", (sorted(config.to_dict().items()), _code_of(config), about))
     token = _current.set(store)
     try:
         yield
