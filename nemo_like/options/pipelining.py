@@ -76,7 +76,7 @@ class Schedule:
     """(ranks, micro-batches, stages per rank): with about so many micro-batches the first rank has gone forward and not
     back, in shares of its layers."""
     repeats_after: Callable[[int], int] | None = None
-    """(ranks): the micro-batch from which on memory repeats itself; None: not known."""
+    """(this rank and those after it): the micro-batch from which on the rank's memory repeats itself; None: not known."""
     frees_sent: bool = False
     """The output of a stage is freed when it was sent; else when the step ends."""
     is_searched: bool = False

@@ -481,9 +481,13 @@ class PlanQuery:
         """Actions of each rank of the pipeline, up to the micro-batch from which on its memory repeats itself."""
         if not self.is_pipeline:
             return ((),)
-        repeats_after = self.pp.facts.repeats_after
-        enough = self.microbatches if repeats_after is None else min(self.microbatches, repeats_after(self.pp.size))
-        return all_actions_of(replace(self.pp, microbatches=enough))
+        pp, after = self.pp, self.pp.facts.repeats_after
+        # Torch refuses fewer micro-batches than ranks.
+        enough = [
+            self.microbatches if after is None else max(after(pp.size - rank), pp.size) for rank in range(pp.size)
+        ]
+        pipelines = (replace(pp, microbatches=min(count, self.microbatches)) for count in enough)
+        return tuple(all_actions_of(each)[rank] for rank, each in enumerate(pipelines))
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the stages that `rank` of the pipeline holds."""

@@ -11,7 +11,7 @@ import torch
 
 from nemo_like import Job
 from nemo_like.cli import main
-from nemo_like.distributed.pipeline.schedules import Action, actions_of
+from nemo_like.distributed.pipeline.schedules import Action, actions_of, all_actions_of
 from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
@@ -19,6 +19,7 @@ from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.predictions.rank import parts_at_peak, peaks_of
+from nemo_like.planning.predictions.reserved import reserved_within
 from nemo_like.planning.predictions.seconds import action_seconds, step_seconds, timeline, timeline_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama, made
@@ -35,15 +36,14 @@ COUNTER = 4
 SAMPLE = text_batch(2, 64)
 
 
-def _query(pp: PipelineParallel, layers: int = 4) -> PlanQuery:
-    return PlanQuery.from_model(
-        _model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
-    )
+def _query(pp: PipelineParallel, model: Any = None) -> PlanQuery:
+    job = Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    return PlanQuery.from_model(model or _model(), SAMPLE, job)
 
 
 def _equal_seconds(stages: int, forward: float, backward: float) -> dict[tuple[str, int], float]:
-    kinds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    return {(kind, stage): seconds for kind, seconds in kinds.items() for stage in range(stages)}
+    seconds = (forward, backward, backward / 2, backward / 2)
+    return {(kind, stage): each for kind, each in zip("FBIW", seconds) for stage in range(stages)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -75,9 +75,19 @@ def test_every_schedule_runs_every_microbatch_of_every_stage_once() -> None:
         assert sum(a.kind == "I" for a in ran) == sum(a.kind == "W" for a in ran), schedule
 
 
+def test_the_memory_of_1f1b_repeats_itself() -> None:
+    job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(4, microbatches=24))
+    short, long = (PlanQuery.from_model(_model(8), SAMPLE, job) for _ in range(2))
+    vars(long)["actions"] = all_actions_of(job.pp)
+    assert [len(actions) for actions in short.actions] == [21, 17, 13, 9] and len(long.actions[0]) == 49
+    for mode in ("none", "full"):
+        took = [(peaks_of(q, q.uniform(mode)), reserved_within(q, q.uniform(mode), 1 << 40)) for q in (short, long)]
+        assert took[0] == took[1]
+
+
 def test_layers_are_dealt_out_for_memory() -> None:
     # Under 1F1B the first stage has most micro-batches in flight, so that without checkpointing it gets fewer layers.
-    query = _query(PipelineParallel(2, microbatches=4), layers=6)
+    query = _query(PipelineParallel(2, microbatches=4), _model(6))
     other = balanced(query, "none")
     worst = [max(peak.total for peak in peaks_of(p, p.uniform("none"))) for p in (query, other)]
     assert query.counts == [3, 3] and sum(other.counts) == 6
@@ -95,8 +105,7 @@ def test_what_each_action_of_a_stage_takes() -> None:
 
 def test_recomputation_costs_time_in_both_halves() -> None:
     query = _query(PipelineParallel(2, schedule="zbv", microbatches=4))
-    full, none = query.uniform("full"), query.uniform("none")
-    assert timeline_of(query, full).seconds > timeline_of(query, none).seconds
+    assert timeline_of(query, query.uniform("full")).seconds > timeline_of(query, query.uniform("none")).seconds
 
 
 def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
@@ -107,36 +116,29 @@ def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
 
 
 def test_the_command(tmp_path: Path, program: Any) -> None:
-    base = "plan --model tests.planning.queries:Text --gpu cpu --gpus 2 --seq-len 32 --ac 60% --no-what-if"
-    base = [*base.split(), "--pp", "2"]
     out = tmp_path / "plan.json"
-    more = ["--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
+    base = f"plan --model {Text.__module__}:Text --gpu cpu --gpus 2 --pp 2 --seq-len 32 --ac 60% --no-what-if".split()
+    more = f"--grad-accum 4 --memory 1GiB --json {out} --save {tmp_path / 'p'}".split()
     said = " ".join(program([*base, *more]).out.split())
     assert "in 2 stages of 3, 1 layers (1f1b)" in said and "pp=2" in said
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
     assert 0 < body["rows"][0]["bubble"] < 1
-    assert main([*base, "--grad-accum", "4", "--memory", "10KiB"]) == 1
-    assert main([*base, "--pp", "3"]) == 2
+    assert [main([*base, "--grad-accum", "4", "--memory", "10KiB"]), main([*base, "--pp", "3"])] == [1, 2]
     assert "--balance is 'some'" in program([*base, "--balance", "some"], 2).err
     config = tmp_path / "config.json"
     config.write_text(json.dumps(llama(num_hidden_layers=2).config.to_dict()))
     four = [*base, "--model", str(config), "--grad-accum", "2", "--gpus", "4", "--memory", "1GiB", "--json", "-"]
-    call = json.loads(program([*four, "--cp", "2", "--loss", "chunked"]).out)[
-        "call"
-    ]  # stages that are sharded, and run in bfloat16
-    assert "cp=2, pp=" in call
-    assert call.endswith("loss='chunked', precision='bf16', sample_input=microbatch)")
+    call = json.loads(program([*four, "--cp", "2", "--loss", "chunked"]).out)["call"]
+    # Stages that are sharded, and run in bfloat16.
+    assert "cp=2, pp=" in call and call.endswith("loss='chunked', precision='bf16', sample_input=microbatch)")
 
 
 def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -> None:
     model = _model(8)
     for layer in model.layers[:4]:
         layer.requires_grad_(False)
-    pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
-    query = PlanQuery.from_model(
-        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
-    )
+    query = _query(PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2)), model)
     layer = sum(p.numel() * 4 for p in model.layers[7].parameters())
     none = query.uniform("none")
     trained = [query.stages[index].optimizer.state for index in (1, 2)]
@@ -151,10 +153,7 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
 def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
     with torch.device(device):
         model = Text(4, 32, tied=tied)
-    pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    query = PlanQuery.from_model(
-        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
-    )
+    query = _query(PipelineParallel(2, schedule="zbv", microbatches=4), model)
     assert query.of_rank(0) == [0, 3]
     return parts_at_peak(query, 0, query.uniform("none"))
 

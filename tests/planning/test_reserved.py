@@ -33,8 +33,11 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.allocator import CachingAllocator
 from nemo_like.planning.memory_model.storages import COMPUTE, Events
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions import budget_search
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.predictions.reserved import (
+    RESERVED,
+    Need,
     Outside,
     StepLogs,
     communicator_bytes,
@@ -381,6 +384,21 @@ def test_the_verdict_falls_with_it(query):
     part.device = replace(NVLINK, memory_bytes=math.ceil((644 * MIB + least) / 0.95) - 2)
     tight = make_report(replace(query, stages=(replace(query.stages[0], part=part),)), ["50%"])
     assert least - 3 < tight.limit < least and tight.best is None and "are outside" in tight.text()
+
+
+def test_a_plan_takes_the_memory_that_there_is_where_reserved_bytes_hardly_fall(monkeypatch):
+    query = _query(Job.of(world_size=2))
+    low, high = (peak_of(query, query.uniform(mode)).total for mode in ("full", "none"))
+    looks = []
+
+    def needs(query, choices, peaks, limit):
+        looks.append(max(peak.total for peak in peaks.values()))
+        return Need(high + (looks[-1] - high) // 4, RESERVED)
+
+    monkeypatch.setattr(budget_search, "verdict", needs)
+    limit = high - (high - low) // 8
+    _, peak, need, _ = budget_search.plan_within(query, limit)
+    assert need.bytes <= limit and low < peak.total and len(looks) < 6
 
 
 def test_a_search_has_the_limit_of_each_job():

@@ -5,7 +5,6 @@ The judge is the answer without a store, of the same question.
 
 import errno
 import importlib
-import itertools
 import json
 import os
 import random
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,6 +58,14 @@ def kept_in(folder: Path, about: object = "tiny") -> Iterator[Store]:
         kept.save()
 
 
+def put(folder: Path, value: Any, about: str = "tiny", key: str = "key") -> Any:
+    """Return what a store of its own has under `key`, or `value`, which it keeps from now on."""
+    one = Store(folder, about)
+    there = one.get("shape", key, lambda: value)
+    one.save()
+    return there
+
+
 def told(report: PlanReport) -> tuple[str, dict[str, Any]]:
     return report.text(200, explain=True), report.to_dict()
 
@@ -73,9 +81,7 @@ def answer(model: str = "llama-tiny", **job: Any) -> tuple[str, dict[str, Any]] 
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail where a model, a layer or what is around the layers runs on fake tensors."""
 
-    def runs(*_: Any, **__: Any) -> None:
-        raise AssertionError("it runs on fake tensors")
-
+    runs = Mock(side_effect=AssertionError("it runs on fake tensors"))
     with monkeypatch.context() as patched:
         for name in ("trace_model", "block_memory", "outer_memory", "traced_block", "trace_kind"):
             patched.setattr(traced, name, runs)
@@ -222,15 +228,12 @@ def test_only_what_words_tell_is_kept(tmp_path: Path) -> None:
     kept.save()
     (path,) = tmp_path.glob("*.json")
     assert list(json.loads(path.read_text().partition("\n")[2])) == [digest("plain")]
-    again = Store(tmp_path, "tiny").get("shape", "plain", lambda: None)
-    assert again == ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]})
+    assert put(tmp_path, None, key="plain") == ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]})
 
 
 @pytest.mark.parametrize("change", ["cut", "emptied", "garbage", "one digit", "a folder"])
 def test_a_damaged_file_is_not_there(change: str, tmp_path: Path) -> None:
-    kept = Store(tmp_path, "tiny")
-    kept.get("shape", "key", lambda: 12345)
-    kept.save()
+    put(tmp_path, 12345)
     (path,) = tmp_path.glob("*.json")
     text = path.read_text()
     changed = {"cut": text[:-9], "emptied": "", "garbage": "\0{[", "one digit": text.replace("12345", "12346")}
@@ -239,30 +242,20 @@ def test_a_damaged_file_is_not_there(change: str, tmp_path: Path) -> None:
         path.mkdir()
     else:
         path.write_text(changed[change])
-    again = Store(tmp_path, "tiny")
-    assert again.get("shape", "key", lambda: 7) == 7
-    again.save()
-    if change != "a folder":
-        assert Store(tmp_path, "tiny").get("shape", "key", lambda: 8) == 7, "it was written again"
+    assert put(tmp_path, 7) == 7
+    assert put(tmp_path, 8) == (8 if change == "a folder" else 7), "it was written again"
 
 
 def test_another_version_sample_or_model_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(about: str = "tiny") -> int:
-        one = Store(tmp_path, about)
-        value = one.get("shape", "key", numbers.__next__)
-        one.save()
-        return value
-
-    numbers = itertools.count()
-    assert [kept(), kept(), kept("small")] == [0, 0, 1]
+    assert [put(tmp_path, 0), put(tmp_path, 1), put(tmp_path, 2, "small")] == [0, 0, 2]
     monkeypatch.setenv("TORCH_ANYTHING", "1")
-    assert kept() == 2
+    assert put(tmp_path, 3) == 3
     monkeypatch.delenv("TORCH_ANYTHING")
-    assert kept() == 0
+    assert put(tmp_path, 4) == 0
     installed = tmp_path / "site"
     (installed / "torch_fork-1.0.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(installed)
-    assert kept() == 3
+    assert put(tmp_path, 5) == 5
     ids = torch.zeros(2, 4, dtype=torch.long)
     assert contents_of_integers({"a": ids}) == contents_of_integers({"a": ids.clone(), "x": torch.rand(2)})
     assert contents_of_integers({"a": ids}) != contents_of_integers({"a": ids + 1})
@@ -301,10 +294,7 @@ def test_a_run_that_comes_later_has_the_masks_of_its_part() -> None:
 def test_where_it_cannot_be_kept_one_sentence_tells(
     error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: Any
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(error, os.strerror(error))))
     kept = Store(tmp_path / "traces", "tiny")
     assert kept.get("shape", "key", lambda: 1) == kept.get("shape", "key", lambda: 2) == 1
     kept.save()
@@ -317,15 +307,9 @@ def test_where_it_cannot_be_kept_one_sentence_tells(
 
 
 def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Store(tmp_path, "tiny")
-    kept.get("shape", "key", lambda: 1)
-    kept.save()
-
-    def denied(*_: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "utime", denied)
-    assert Store(tmp_path, "tiny").get("shape", "key", lambda: 2) == 1
+    put(tmp_path, 1)
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES))))
+    assert put(tmp_path, 2) == 1
 
 
 def test_two_writers_keep_what_both_found(tmp_path: Path) -> None:
@@ -334,8 +318,7 @@ def test_two_writers_keep_what_both_found(tmp_path: Path) -> None:
     second.get("shape", "b", lambda: 2)
     first.save()
     second.save()
-    third = Store(tmp_path, "tiny")
-    assert (third.get("shape", "a", lambda: 0), third.get("shape", "b", lambda: 0)) == (1, 2)
+    assert (put(tmp_path, 0, key="a"), put(tmp_path, 0, key="b")) == (1, 2)
 
 
 def test_the_oldest_uses_go_and_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +335,5 @@ def test_the_oldest_uses_go_and_files_of_others_stay(tmp_path: Path, monkeypatch
         kept.save()
         newest = max(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime)
         os.utime(newest, (at + 100, at + 100)) if name != "c" else None
-    left = [Store(tmp_path, name).get("shape", "key", lambda: "") for name in "abc"]
-    assert left == ["y" * 300, "", "y" * 300]
+    assert [Store(tmp_path, name).get("shape", "key", lambda: "") for name in "abc"] == ["y" * 300, "", "y" * 300]
     assert {path.name for path in tmp_path.iterdir()} >= {"thesis.json"} and not list(tmp_path.glob("*.partial"))

@@ -62,7 +62,7 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     return [tuple(action for action in rank if action.kind in COMPUTED) for rank in all_actions_of(pp)]
 
 
-@functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
+@functools.lru_cache(maxsize=128)  # a search uses the same ones again and again
 def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     """Return the same with FSDP2's actions for whole stages.
 

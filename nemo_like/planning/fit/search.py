@@ -342,8 +342,8 @@ class Search:
     def _look(self, entry: Entry) -> None:
         """Plan a layout under the fastest mode that fits, and keep it if one does."""
         ranking, question = entry.ranking, entry.ranking.question
-        row, tried, usable = None, set[str](), self._usable(entry)
-        mode = next((mode for mode in usable if self._fits(entry, mode)), usable[-1] if usable else None)
+        row, tried, usable, sizes = None, set[str](), self._usable(entry), self._sizes(entry)
+        mode = next((mode for mode in usable if sizes[mode] <= question.limit), usable[-1] if usable else None)
         self.looked_at += 1
         while mode is not None:
             tried.add(mode)
@@ -364,11 +364,11 @@ class Search:
                 row = planned_layout if row is None or planned_layout.seconds < row.seconds else row
             elif self.least is None or planned_layout.need.bytes < self.least.need.bytes:
                 self.least = planned_layout
-            # The corrected estimates may show that a faster mode fits, too; where none fits yet, the next one is tried.
-            order = self._usable(entry)
+            # The corrected estimates may show that a faster mode fits, too; where none fits yet, one that needs less may.
+            order, sizes = self._usable(entry), self._sizes(entry)
             ahead = order[: order.index(mode)] if row is not None else order
-            remaining = (each for each in ahead if each not in tried and (row is None or self._fits(entry, each)))
-            mode = next(remaining, None)
+            most = question.limit if row is not None else max(question.limit, sizes[mode])
+            mode = next((each for each in ahead if each not in tried and sizes[each] <= most), None)
         if row is None:
             self.rejected["memory"] += 1
             ranking.close(entry)
@@ -395,9 +395,9 @@ class Search:
         seconds = dict(zip(ranking.formula.modes, ranking.corrected_of("seconds", entry)))
         return sorted(modes, key=seconds.__getitem__)
 
-    def _fits(self, entry: Entry, mode: str) -> bool:
-        sizes = dict(zip(entry.ranking.formula.modes, entry.ranking.corrected_of("bytes", entry)))
-        return sizes[mode] <= entry.ranking.question.limit
+    def _sizes(self, entry: Entry) -> dict[str, float]:
+        """Return the estimated bytes of an entry, by mode."""
+        return dict(zip(entry.ranking.formula.modes, entry.ranking.corrected_of("bytes", entry)))
 
     def under(self, entry: Entry, mode: str) -> PlannedLayout:
         """Plan a layout under a mode.

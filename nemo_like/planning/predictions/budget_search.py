@@ -179,9 +179,9 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
     fits.
     """
     budget = most_allocated(query, limit)
-    for left in reversed(range(_ATTEMPTS)):
+    for margin in _MARGINS:
         words = budget_words(budget)
-        if not left:
+        if margin == 100:
             budget = peak_of(query, query.uniform("full")).total
             words = (f"{budget}B",)
         for word in words:
@@ -197,11 +197,13 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
         need = verdict(query, choices, peaks, limit)
         if need.bytes <= limit:
             return choices, peak, need, word
-        budget = min(budget, peak.total) * limit // need.bytes
+        budget = min(budget, peak.total) * limit // need.bytes * (100 - margin) // 100
     return None
 
 
-_ATTEMPTS = 7  # Most plans that are made, for ever lower peaks, until reserved bytes fit.
+# Plans for ever lower peaks, until reserved bytes fit: percent by which the next is lower than in proportion. Reserved bytes
+# are not in proportion to peaks, so that the same proportion again and again comes ever closer and never there.
+_MARGINS = (0, 1, 2, 4, 8, 100)
 
 
 def budget_words(size: int) -> tuple[str, ...]:
