@@ -1285,7 +1285,8 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
         RuntimeError: this torch has them elsewhere.
     """
     try:
-        halves = importlib.import_module("torch.distributed.pipelining._backward")
+        with without_dispatch_modes():  # this import makes tensors, which a mode that counts them must not see
+            halves = importlib.import_module("torch.distributed.pipelining._backward")
         return halves.stage_backward_input, halves.stage_backward_weight
     except (ImportError, AttributeError) as error:
         raise RuntimeError(

@@ -486,8 +486,10 @@ class PlanQuery:
         enough = [
             self.microbatches if after is None else max(after(pp.size - rank), pp.size) for rank in range(pp.size)
         ]
-        pipelines = (replace(pp, microbatches=min(count, self.microbatches)) for count in enough)
-        return tuple(all_actions_of(each)[rank] for rank, each in enumerate(pipelines))
+        return tuple(
+            all_actions_of(replace(pp, microbatches=min(count, self.microbatches)))[rank]
+            for rank, count in enumerate(enough)
+        )
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the stages that `rank` of the pipeline holds."""

@@ -180,10 +180,9 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
     """
     budget = most_allocated(query, limit)
     for margin in _MARGINS:
-        words = budget_words(budget)
         if margin == 100:
             budget = peak_of(query, query.uniform("full")).total
-            words = (f"{budget}B",)
+        words = (f"{budget}B",) if margin == 100 else budget_words(budget)
         for word in words:
             try:
                 choices = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))

@@ -32,8 +32,8 @@ this package captures a CUDA graph, so graphs' pools are not counted.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from nemo_like._util.table import ByteUnit, byte_word
 from nemo_like._util.words import MIB
@@ -278,9 +278,8 @@ def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
     """Return the bytes that decide, from those `reserved` on ranks; empty: nothing reserves more than tensors take."""
     inputs, most = query.input_bytes, max(reserved, default=None)
-    if most is None:
-        return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
-    return Need(most + inputs, RESERVED, most, inputs)
+    size, by = (peak.total, ALLOCATED) if most is None else (most, RESERVED)
+    return Need(size + inputs, by, most, inputs)
 
 
 def most_allocated(query: PlanQuery, limit: int) -> int:
@@ -295,20 +294,25 @@ def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Itera
     """
     if query.device.cuda is None:
         return []
-    memory, reported = limit - query.input_bytes, ranks is None
-    which = range(query.pp.size) if ranks is None else list(ranks)
-
-    def run() -> list[int]:
-        logs = map(partial(_reported if reported else StepLogs, query, choices=choices), which)
-        return [_within(query, steps, memory) for steps in logs]
-
-    decisions = [[choice.told for choice in chosen] for chosen in choices]
-    return query.stages[0].part.stored(("reserved", query.job, query.device, decisions, limit, which), run)
+    written, which = (_reported, range(query.pp.size)) if ranks is None else (StepLogs, ranks)
+    return [_within(query, rank, choices, limit - query.input_bytes, written) for rank in which]
 
 
-def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
-    with suppress(DeviceMemoryError):
-        run = replay(logs, query.device, query.job.allocator, memory)
-        if not run.given_back:
-            return run.reserved
-    return replay(logs, query.device, query.job.allocator).reserved
+def _within(query: PlanQuery, rank: int, choices: Choices, memory: int, written: Callable[..., StepLogs]) -> int:
+    """Return the bytes reserved on one rank; `written`: writes its steps. They are kept for other limits and losses."""
+    stages = [query.stages[index] for index in query.of_rank(rank)]
+    # A stage that sends its output has no loss, whatever the last one has.
+    job = query.job if any(stage.slice.is_last for stage in stages) else replace(query.job, loss=None)
+    about = (job, query.device, [[choice.told for choice in choices[stage.slice.index]] for stage in stages], rank)
+    logs = cache(partial(written, query, rank, choices))
+
+    def reserved(within: int | None) -> int:
+        with suppress(DeviceMemoryError):
+            run = replay(logs(), query.device, query.job.allocator, within)
+            return run.reserved if within is None or not run.given_back else 0
+        return 0
+
+    stored = stages[0].part.stored
+    most = stored(("reserved", *about), partial(reserved, None))
+    # Where it is within the memory, a step with no more memory than that takes the same segments.
+    return most if most <= memory else stored(("reserved", memory, *about), partial(reserved, memory)) or most
