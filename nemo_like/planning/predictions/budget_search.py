@@ -201,7 +201,8 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
 
 
 # Plans for ever lower peaks, until reserved bytes fit: percent by which the next is lower than in proportion. Reserved bytes
-# are not in proportion to peaks, so that the same proportion again and again comes ever closer and never there.
+# are not in proportion to peaks, so that the same proportion again and again comes ever closer and never there. The last
+# one stands for the peak of full checkpointing.
 _MARGINS = (0, 1, 2, 4, 8, 100)
 
 
