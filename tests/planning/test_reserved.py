@@ -5,6 +5,7 @@ import math
 from copy import copy
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -389,16 +390,15 @@ def test_the_verdict_falls_with_it(query):
 def test_a_plan_takes_the_memory_that_there_is_where_reserved_bytes_hardly_fall(monkeypatch):
     query = _query(Job.of(world_size=2))
     low, high = (peak_of(query, query.uniform(mode)).total for mode in ("full", "none"))
-    looks = []
 
-    def needs(query, choices, peaks, limit):
-        looks.append(max(peak.total for peak in peaks.values()))
-        return Need(high + (looks[-1] - high) // 4, RESERVED)
+    def need_of(query, choices, peaks, limit):
+        return Need(high + (max(peak.total for peak in peaks.values()) - high) // 4, RESERVED)
 
-    monkeypatch.setattr(budget_search, "verdict", needs)
+    looks = Mock(side_effect=need_of)
+    monkeypatch.setattr(budget_search, "verdict", looks)
     limit = high - (high - low) // 8
     _, peak, need, _ = budget_search.plan_within(query, limit)
-    assert need.bytes <= limit and low < peak.total and len(looks) < 6
+    assert need.bytes <= limit and low < peak.total and looks.call_count < 6
 
 
 def test_a_search_has_the_limit_of_each_job():

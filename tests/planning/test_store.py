@@ -5,6 +5,7 @@ The judge is the answer without a store, of the same question.
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import random
@@ -18,13 +19,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nemo_like import ExpertParallel, Job, PipelineParallel, PlanReport, TensorParallel, predict
+from nemo_like import ExpertParallel, Job, PipelineParallel, TensorParallel, predict
 from nemo_like._util.log import say_once
 from nemo_like.distributed.documents import in_blocks, masks_in_blocks
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, StepSpec
 from nemo_like.planning.model import traced
-from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.predictions import reserved
+from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.trace import store
 from nemo_like.planning.trace.store import Store, contents_of_integers, digest, keeping
 from tests.models.tiny import labelled
@@ -66,13 +68,10 @@ def put(folder: Path, value: Any, about: str = "tiny", key: str = "key") -> Any:
     return there
 
 
-def told(report: PlanReport) -> tuple[str, dict[str, Any]]:
-    return report.text(200, explain=True), report.to_dict()
-
-
 def answer(model: str = "llama-tiny", **job: Any) -> tuple[str, dict[str, Any]] | str:
     try:
-        return told(predict(model, **({"gpus": 8, "seq_len": 128, "rows": ["50%"]} | job)))
+        report = predict(model, **({"gpus": 8, "seq_len": 128, "rows": ["50%"]} | job))
+        return report.text(200, explain=True), report.to_dict()
     except (ValueError, NotImplementedError) as error:
         return str(error)
 
@@ -122,20 +121,31 @@ def pair(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return first, first | {name: draws.choice(OTHERS[name]) for name in draws.sample(sorted(OTHERS), 2)}
 
 
-def check_pair(seed: int, folder: Path) -> bool:
-    """Check a pair of jobs, one after the other in one store, then both warm; return whether both have a plan."""
-    jobs = pair(seed)
-    without = [answer(**job) for job in jobs]
-    for _ in range(2):
-        for job, cold in zip(jobs, without):
-            with kept_in(folder):
-                assert answer(**job) == cold, (seed, job)
-    return all(isinstance(each, tuple) for each in without)
-
-
 @pytest.mark.long  # four answers for each of 40 pairs
 def test_pairs_of_jobs_share_a_store(tmp_path: Path) -> None:
-    assert sum(check_pair(seed, tmp_path / str(seed % 4)) for seed in range(40)) > 10
+    """One after the other in one store, then both warm."""
+    planned = 0
+    for seed, folder in zip(range(40), itertools.cycle("abcd")):
+        jobs = pair(seed)
+        without = [answer(**job) for job in jobs]
+        for job, cold in 2 * list(zip(jobs, without)):
+            with kept_in(tmp_path / folder):
+                assert answer(**job) == cold, (seed, job)
+        planned += all(isinstance(each, tuple) for each in without)
+    assert planned > 10
+
+
+def test_reserved_bytes_are_kept_for_other_limits_losses_and_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = Mock(wraps=reserved.replay)
+    monkeypatch.setattr(reserved, "replay", replay)
+    one = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, microbatches=4))
+    with kept_in(tmp_path):
+        query_of = Traced(Text(4), labelled(torch.zeros(2, 16, dtype=torch.long))).query
+        queries = [query_of(job) for job in (one, one.change(loss="chunked"), one.change(gpu="h200"))]
+        sizes = [reserved.reserved_within(q, q.uniform("full"), 2**40 + at, [0]) for at, q in enumerate(queries)]
+    assert sizes[0] == sizes[1] == sizes[2] and replay.call_count == 1
 
 
 QUESTIONS = (
@@ -203,11 +213,8 @@ def test_off_keeps_nothing_and_a_function_of_the_caller_is_not_kept(
     tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve_model("llama-tiny").config
-    monkeypatch.setenv("NEMO_LIKE_CACHE", "off")
-    with keeping(True, config):
-        assert store.current_store() is None
-    monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
-    for wanted, of in ((False, config), (True, None)):
+    for wanted, of, folder in ((True, config, "off"), (False, config, str(tmp_path)), (True, None, str(tmp_path))):
+        monkeypatch.setenv("NEMO_LIKE_CACHE", folder)
         with keeping(wanted, of):
             assert store.current_store() is None
     with keeping(True, config):
@@ -217,17 +224,11 @@ def test_off_keeps_nothing_and_a_function_of_the_caller_is_not_kept(
 
 def test_only_what_words_tell_is_kept(tmp_path: Path) -> None:
     kept = Store(tmp_path, "tiny")
-
-    def warned() -> int:
-        say_once("a layer falls back")
-        return 1
-
-    for key, make in (("warned", warned), (object(), lambda: 1), ("object", lambda: {"at": object()})):
-        assert kept.get("shape", key, make)
+    others = {"warned": lambda: [say_once("it falls back")], object(): lambda: 1, "object": lambda: {"at": object()}}
+    assert all(kept.get("shape", key, make) for key, make in others.items())
     assert kept.get("shape", "plain", lambda: ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]}))
     kept.save()
-    (path,) = tmp_path.glob("*.json")
-    assert list(json.loads(path.read_text().partition("\n")[2])) == [digest("plain")]
+    assert [*json.loads(next(tmp_path.glob("*.json")).read_text().partition("\n")[2])] == [digest("plain")]
     assert put(tmp_path, None, key="plain") == ((1, 2), "a", frozenset({(0, 1)}), {1: [2.5, None, True]})
 
 
@@ -257,8 +258,8 @@ def test_another_version_sample_or_model_is_another_file(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(installed)
     assert put(tmp_path, 5) == 5
     ids = torch.zeros(2, 4, dtype=torch.long)
-    assert contents_of_integers({"a": ids}) == contents_of_integers({"a": ids.clone(), "x": torch.rand(2)})
-    assert contents_of_integers({"a": ids}) != contents_of_integers({"a": ids + 1})
+    same, other = {"a": ids.clone(), "x": torch.rand(2)}, {"a": ids + 1}
+    assert contents_of_integers(same) == contents_of_integers({"a": ids}) != contents_of_integers(other)
 
 
 def test_code_of_the_model_that_was_changed_in_place_is_another_file(
@@ -274,14 +275,11 @@ def test_code_of_the_model_that_was_changed_in_place_is_another_file(
 
     def about() -> str:
         with keeping(True, importlib.import_module("linked").Config()):
-            current = store.current_store()
-            assert current is not None
-            return current.about
+            return getattr(store.current_store(), "about", "nothing is kept")
 
-    first = about()
-    assert about() == first
+    first, again = about(), about()
     code.write_text("scale = 10\n")
-    assert about() != first
+    assert first == again != about()
 
 
 def test_a_run_that_comes_later_has_the_masks_of_its_part() -> None:
