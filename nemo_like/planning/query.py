@@ -479,17 +479,7 @@ class PlanQuery:
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Actions of each rank of the pipeline, up to the micro-batch from which on its memory repeats itself."""
-        if not self.is_pipeline:
-            return ((),)
-        pp, after = self.pp, self.pp.facts.repeats_after
-        # Torch refuses fewer micro-batches than ranks.
-        enough = [
-            self.microbatches if after is None else max(after(pp.size - rank), pp.size) for rank in range(pp.size)
-        ]
-        return tuple(
-            all_actions_of(replace(pp, microbatches=min(count, self.microbatches)))[rank]
-            for rank, count in enumerate(enough)
-        )
+        return all_actions_of(self.pp, repeats=False) if self.is_pipeline else ((),)
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the stages that `rank` of the pipeline holds."""

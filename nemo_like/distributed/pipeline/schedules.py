@@ -62,17 +62,20 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     return [tuple(action for action in rank if action.kind in COMPUTED) for rank in all_actions_of(pp)]
 
 
-@functools.lru_cache(maxsize=128)  # a search uses the same ones again and again
-def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
+@functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
+def all_actions_of(pp: PipelineParallel, *, repeats: bool = True) -> tuple[tuple[Action, ...], ...]:
     """Return the same with FSDP2's actions for whole stages.
+
+    repeats: False: of one stage on a rank, without the micro-batches in which its memory repeats itself.
 
     >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
     0F0 0F1 0B0 0B1 0REDUCE_GRAD
     """
-    count = pp.microbatches or 1
+    count, after = pp.microbatches or 1, pp.facts.repeats_after
     if not pp.facts.several:
-        ahead = [int(pp.facts.in_flight(pp.size - rank, count, 1)) for rank in range(pp.size)]
-        return tuple(tuple(_one_stage(rank, count, most)) for rank, most in enumerate(ahead))
+        enough = [count if repeats or after is None else min(count, after(pp.size - rank)) for rank in range(pp.size)]
+        ahead = [int(pp.facts.in_flight(pp.size - rank, most, 1)) for rank, most in enumerate(enough)]
+        return tuple(tuple(_one_stage(rank, *each)) for rank, each in enumerate(zip(enough, ahead)))
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], lambda output, target: output)
     return tuple(tuple(_flat(schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
 

@@ -180,9 +180,9 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
     """
     budget = most_allocated(query, limit)
     for margin in _MARGINS:
-        if margin == 100:
-            budget = peak_of(query, query.uniform("full")).total
-        words = (f"{budget}B",) if margin == 100 else budget_words(budget)
+        last = margin == 100
+        budget = peak_of(query, query.uniform("full")).total if last else budget * (100 - margin) // 100
+        words = (f"{budget}B",) if last else budget_words(budget)
         for word in words:
             try:
                 choices = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))
@@ -196,14 +196,14 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
         need = verdict(query, choices, peaks, limit)
         if need.bytes <= limit:
             return choices, peak, need, word
-        budget = min(budget, peak.total) * limit // need.bytes * (100 - margin) // 100
+        budget = min(budget, peak.total) * limit // need.bytes
     return None
 
 
-# Plans for ever lower peaks, until reserved bytes fit: percent by which the next is lower than in proportion. Reserved bytes
-# are not in proportion to peaks, so that the same proportion again and again comes ever closer and never there. The last
-# one stands for the peak of full checkpointing.
-_MARGINS = (0, 1, 2, 4, 8, 100)
+# Plans for ever lower peaks, until reserved bytes fit: percent by which each is lower than in proportion. Reserved bytes are
+# not in proportion to peaks, so that the same proportion again and again comes ever closer and never there. The last one
+# stands for the peak of full checkpointing.
+_MARGINS = (0, 0, 1, 2, 4, 100)
 
 
 def budget_words(size: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import Part
-from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
+from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD, all_actions_of
 from nemo_like.planning.memory_model.microbatch import LayerCall
 from nemo_like.planning.predictions.rank import RankSteps, StageOfRank
 from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
@@ -90,7 +90,7 @@ def reserved_of_stages(query: PlanQuery, rank: int, choices: Choices) -> Reserve
     (``stage.submod.unshard()``)."""
     own, last = replace(query), query.stages[-1]
     own.__dict__["actions"] = tuple(
-        tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in query.actions
+        tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in all_actions_of(query.pp)
     )
     head, job = last.part.model.get_submodule("lm_head"), query.job
     tokens = query.hidden_bytes // head.in_features // 2 * (job.tp.size if job.tp.sequence_parallel else 1)
