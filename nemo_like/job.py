@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs 
     Checkpointing: TypeAlias = str | bool | Lists | CheckpointConfig | MemoryBudget | Plan | Policy | None
 
 
+ATTENTION_KERNELS = ("cudnn", "flash", "fa3")
 Strategy: TypeAlias = str | FSDP2 | DDP | Single
 
 
@@ -69,6 +70,7 @@ class FixedKeywords(TypedDict, total=False):
     planned_tokens: int | None
     device: str | torch.device | None
     gpu: Any
+    attention: str | None
     world_size: int | None
     allocator: AllocatorConfig | str | None
     search: PlanSearch | None
@@ -211,6 +213,9 @@ class Job:
     gpu: Any = flagged(None, default="h100-80gb")
     """The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a file or a
     `Device`; None: the one at hand."""
+    attention: str | None = flagged(None, choices=ATTENTION_KERNELS)
+    """The kernel whose speed a prediction counts attention with. ``"cudnn"``, ``"flash"`` (FlashAttention-2) or ``"fa3"``
+    (FlashAttention-3), in 16 bits; None: the kernel that PyTorch picks on that GPU."""
     world_size: int | None = flagged(None, "", default=1, kind=int, least=1)
     """Ranks in all. It must be as many as there are, and is for predictions where no process group is; None: the process
     group's, else the launcher's, else 1."""
@@ -280,8 +285,9 @@ class Job:
 
     @property
     def is_single(self) -> bool:
-        """Return whether every rank trains by itself: one rank, or ``strategy="single"``."""
-        return self.ranks == 1 or isinstance(self.strategy, Single)
+        """Return whether every rank trains by itself: one rank (but for `FSDP2.on_one_rank`), or ``strategy="single"``."""
+        sharded = isinstance(self.strategy, FSDP2) and self.strategy.on_one_rank
+        return isinstance(self.strategy, Single) or (self.ranks == 1 and not sharded)
 
     @property
     def fsdp(self) -> FSDP2 | None:
@@ -344,7 +350,8 @@ class Job:
         """
         ranks = self.ranks // self.pp.size
         strategy = in_stage(self.strategy) if isinstance(self.strategy, FSDP2) else self.strategy
-        return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if ranks == 1 else strategy)
+        alone = replace(self, world_size=ranks, pp=PipelineParallel(), strategy=strategy).is_single
+        return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if alone else strategy)
 
     # --- as code ---------------------------------------------------------------------------------------------------
 
@@ -355,8 +362,8 @@ class Job:
             model, sample: names of the model and its sample input in the line.
             plan: the file that the line loads, where `ac` is a `Plan`.
 
-        Fields that only predictions read (`gpu`, `world_size`, `allocator`) are not in the line: the launcher and the
-        environment set them where the line runs.
+        Fields that only predictions read (`gpu`, `attention`, `world_size`, `allocator`) are not in the line: the launcher
+        and the environment set them where the line runs.
         """
         words = [f"{name}={text}" for name, text in self.words(plan).items()]
         if sample is not None:
@@ -392,7 +399,7 @@ class Job:
 
 
 _ALWAYS_IN_A_CALL = ("strategy", "ac")
-_OF_THE_MACHINE = ("gpu", "world_size", "allocator")
+_OF_THE_MACHINE = ("gpu", "attention", "world_size", "allocator")
 
 
 @functools.cache

@@ -255,6 +255,9 @@ def parallelize(
         device: The device that the model goes to; None: this rank's accelerator if there is one, else the CPU.
         gpu: The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a
             file or a `Device`; None: the one at hand.
+        attention: The kernel whose speed a prediction counts attention with. ``"cudnn"``, ``"flash"``
+            (FlashAttention-2) or ``"fa3"`` (FlashAttention-3), in 16 bits; None: the kernel that PyTorch picks on
+            that GPU.
         world_size: Ranks in all. It must be as many as there are, and is for predictions where no process group is;
             None: the process group's, else the launcher's, else 1.
         allocator: The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF.
@@ -451,7 +454,10 @@ def _on_ranks(job: Job, mesh: DeviceMesh | None) -> tuple[Job, DeviceMesh | None
         sizes = {"pp": job.pp.size, "dp_replicate": job.dp_replicate, "cp": job.cp.size, "tp": job.tp.size}
         if isinstance(job.strategy, DDP):
             sizes["dp_replicate"] = 1  # one flat group
-        mesh = build_mesh(**sizes, device_type=None if job.device is None else job.device.type)
+        kind = None if job.device is None else job.device.type
+        mesh = build_mesh(
+            **sizes, device_type=kind, one_rank=isinstance(job.strategy, FSDP2) and job.strategy.on_one_rank
+        )
     return job, mesh
 
 

@@ -102,8 +102,9 @@ class OpFacts:
     # Never recomputed, whatever the policy: its second result may differ, or every rank would have to join in.
     pinned: bool = False
     alternates: bool = False  # A plain matmul, of which ``ac="selective"`` recomputes every second one.
-    # A fused attention kernel: it runs at the device's attention speed, and draws only with dropout.
-    attention: bool = False
+    # A fused attention kernel, by its name in ``devices.json``: it runs at the speed that the device reaches with it, and
+    # draws only with dropout. ``sdpa``: the one that `scaled_dot_product_attention` picks.
+    attention: str = ""
     collective: bool = False  # Every rank has to call it, with data.
     # A collective that sends its input to other ranks, priced by the network; it may be sent again.
     exchange: bool = False
@@ -131,8 +132,8 @@ class OpFacts:
         return not (self.free or self.mutating)
 
 
-_SDPA = OpFacts(saved=True, attention=True, flops=functools.partial(_attention, heads=1, tokens=2))
-_FLASH = OpFacts(saved=True, attention=True, flops=functools.partial(_attention, heads=2, tokens=1))
+_SDPA = OpFacts(saved=True, attention="flash", flops=functools.partial(_attention, heads=1, tokens=2))
+_FLASH = OpFacts(saved=True, attention="flash", flops=functools.partial(_attention, heads=2, tokens=1))
 _GROUPED = OpFacts(saved=True, flops=grouped_mm)
 # Recomputing a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
@@ -141,21 +142,21 @@ _FREE = OpFacts(free=True)
 # By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain operators that are free as a whole; a schema that states
 # that an output aliases an input makes an operator free as well.
 _ROWS: dict[str, OpFacts] = {
-    "aten._scaled_dot_product_cudnn_attention.default": _SDPA,
+    "aten._scaled_dot_product_cudnn_attention.default": replace(_SDPA, attention="cudnn"),
     "aten._scaled_dot_product_efficient_attention.default": _SDPA,
     "aten._scaled_dot_product_flash_attention.default": _SDPA,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _SDPA,
     "aten._scaled_dot_product_fused_attention_overrideable.default": _SDPA,
     "aten._scaled_dot_product_attention_math_for_mps.default": _SDPA,
-    "aten._cudnn_attention_forward.default": _SDPA,
+    "aten._cudnn_attention_forward.default": replace(_SDPA, attention="cudnn"),
     "flex_attention": _SDPA,
     "aten._flash_attention_forward.default": _FLASH,
     "aten._efficient_attention_forward.default": _FLASH,
     "torch_attn._varlen_attn.default": _FLASH,
     "flash_attn._flash_attn_forward.default": _FLASH,
     "flash_attn._flash_attn_varlen_forward.default": _FLASH,
-    "flash_attn_3._flash_attn_forward.default": _FLASH,
-    "flash_attn_3.fwd.default": _FLASH,
+    "flash_attn_3._flash_attn_forward.default": replace(_FLASH, attention="fa3"),
+    "flash_attn_3.fwd.default": replace(_FLASH, attention="fa3"),
     # A graph that inductor has compiled is one operator here, and dear.
     "inductor_compiled_code": OpFacts(saved=True),
     "aten.mm.default": OpFacts(saved=True, alternates=True),

@@ -224,7 +224,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         reduced = parse_dtype("--reduce-dtype", args.reduce_dtype)
         precisions = [replace(Precision.of(word), reduce_dtype=reduced) for word in precisions]
     return {
-        **{name: getattr(job, name) for name in ("gpu", "allocator", "search", "strategy")},
+        **{name: getattr(job, name) for name in ("gpu", "attention", "allocator", "search", "strategy")},
         **({} if job.step == StepSpec() else {"step": job.step}),
         "balance": FLAGS["balance"].read(args.balance),
         "imbalance": args.imbalance,

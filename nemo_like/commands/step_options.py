@@ -70,7 +70,11 @@ def check_step_options(args: argparse.Namespace) -> None:
     for unread, names, why in (
         (alone, flags_of("pp"), "without --pp above 1 there is no pipeline."),
         (alone and args.grad_accum == 1, ["sync"], "of one micro-batch there is no other. Give --grad-accum too."),
-        (alone and args.world_size == 1, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too."),
+        (
+            alone and args.world_size == 1 and not args.on_one_rank,
+            flags_of("strategy"),
+            "one rank keeps the model whole. Give --gpus too, or --on-one-rank.",
+        ),
         (args.cp == 1, flags_of("cp"), "without --cp above 1 every rank has whole sequences."),
     ):
         if unread:

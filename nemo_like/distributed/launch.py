@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,9 @@ def _device_count(device_type: str) -> int:
     return module.device_count() if hasattr(module, "device_count") else 1
 
 
-def init_distributed(device_type: str | None = None, *, timeout: timedelta | None = None) -> torch.device:
+def init_distributed(
+    device_type: str | None = None, *, timeout: timedelta | None = None, one_rank: bool = False
+) -> torch.device:
     """Join the launcher's job, and return this rank's device; the CUDA device is made the current one.
 
     Without a launcher, or with one rank, no process group is made. One that exists already is left as it is.
@@ -153,6 +156,7 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
     Args:
         device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
         timeout: how long a collective may wait for the other ranks before the job fails; None: torch's default.
+        one_rank: make a process group for one rank too.
 
     Raises:
         RuntimeError: ``WORLD_SIZE`` is above 1 and another variable of the launcher is missing.
@@ -162,9 +166,12 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
     accelerated = device.type != "cpu"
     if accelerated:
         torch.get_device_module(device).set_device(device)
-    if world_size() == 1 or dist.is_initialized():
+    if dist.is_initialized() or (world_size() == 1 and not one_rank):
         return device
-    needed = _LAUNCHER_VARIABLES + (("LOCAL_RANK",) if accelerated else ())
+    alone: dict[str, Any] = {}
+    if world_size() == 1:  # no launcher is needed
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    needed = () if alone else _LAUNCHER_VARIABLES + (("LOCAL_RANK",) if accelerated else ())
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise RuntimeError(
@@ -172,7 +179,7 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
             "call torch.distributed.init_process_group yourself first."
         )
     allow_open_files(world_size())
-    dist.init_process_group(BACKENDS[device.type], timeout=timeout, device_id=device if accelerated else None)
+    dist.init_process_group(BACKENDS[device.type], timeout=timeout, device_id=device if accelerated else None, **alone)
     atexit.register(_leave, patience=_PATIENCE)
     return device
 

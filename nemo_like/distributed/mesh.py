@@ -36,6 +36,7 @@ def build_mesh(
     pp: int = 1,
     device_type: str | None = None,
     world_size: int | None = None,
+    one_rank: bool = False,
 ) -> DeviceMesh:
     """A mesh over all ranks of the job, from the launcher's environment; joins the process group if there is none.
 
@@ -49,12 +50,14 @@ def build_mesh(
         pp: ranks that the layers are divided over.
         device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
         world_size: ranks that the caller counts on; None: whatever the job has.
+        one_rank: allow a job of one rank, for which a process group is made too.
 
     Returns:
         A mesh of shape ``(pp, dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
 
     Raises:
-        ValueError: a size that is not a whole number >= 1, a product that does not divide the world size, or one rank.
+        ValueError: a size that is not a whole number >= 1, a product that does not divide the world size, or one rank
+            without `one_rank`.
     """
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp}
     for name, size in sizes.items():
@@ -63,7 +66,7 @@ def build_mesh(
     ranks = launch.world_size()
     if world_size is not None and world_size != ranks:
         raise ValueError(f"world_size is {world_size}, but this job has {ranks} rank(s).")
-    if ranks == 1:
+    if ranks == 1 and not one_rank:
         raise ValueError(
             "build_mesh was called in a job of one rank. One rank needs no mesh and no process group: "
             "use strategy='single', or start more ranks (torchrun --nproc-per-node 2 ...)."
@@ -72,7 +75,7 @@ def build_mesh(
     if ranks % used:
         axes = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         raise ValueError(f"{axes} is {used}, which does not divide the {ranks} ranks, so no shard axis is left.")
-    device = launch.init_distributed(device_type)
+    device = launch.init_distributed(device_type, one_rank=one_rank)
     shape = {name: sizes.get(name, ranks // used) for name in AXES}
     shape = {name: size for name, size in shape.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))

@@ -90,6 +90,9 @@ class FSDP2:
     ``root``: all are one unit, gathered from the beginning of a step to its end, as in a loop that calls `fully_shard`
     for the layers and then for the model."""
 
+    on_one_rank: bool = flagged(False, "plan pretrain", kind=bool)
+    """Shard on one rank too, as torchtitan does. Parameters are cast to the dtype to compute in, a unit at a time, in the
+    place of a whole model under autocast, which keeps more for backward. A process group of one rank is made."""
     timeout_seconds: float | None = setting(None, above=0, unit="number of seconds")
     """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
     that exists keeps its own. None: torch's default."""

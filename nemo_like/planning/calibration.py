@@ -1,8 +1,8 @@
 """Rates of a device: measured on the one at hand, or fitted to the log of a step; and the files that plans read them from.
 
 Measured ones replace the rates in the table of devices: matmuls, fused attention, memory, launches, the bus to the
-node's CPU memory, and all-gathers where several ranks run. Attention is causal, with the FLOPs of all keys, as the
-planner counts them.
+node's CPU memory, and all-gathers where several ranks run. Attention is causal, with the FLOPs of the
+half that its kernels compute, as the planner counts them.
 """
 
 import json
@@ -24,9 +24,10 @@ from torch.utils.benchmark import Timer
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
 from nemo_like.planning.device_table import device_table
-from nemo_like.planning.devices import Device, device_at_hand, rates_file, resolve_device
+from nemo_like.planning.devices import Device, attention_shares, device_at_hand, rates_file, resolve_device
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
+from nemo_like.planning.roofline import RATED_INNER, wave_share
 
 SECONDS = 3.0  # Most seconds of one measurement, of which there are at most ten.
 
@@ -86,14 +87,15 @@ def _seconds(run: Callable[[], Any], most: float) -> float:
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the FLOP/s of a product of normal values, of 8,192 tokens with the queries' weight in a layer of Llama 3 8B.
-
-    In size it is the median of the layer's seven products, and the table has medians.
-    """
-    tokens, width = (512, 256) if device.type == "cpu" else (8192, 4096)
-    left = torch.randn(tokens, width, device=device, dtype=dtype)
-    right = torch.randn(width, width, device=device, dtype=dtype)
-    return 2.0 * tokens * width**2 / _seconds(partial(F.linear, left, right), seconds)
+    """Return the FLOP/s of a product of normal values with the inner dimension that the rates of the table have: on a GPU
+    8,192 tokens in whole waves of tiles (`nemo_like.planning.roofline.product_seconds`)."""
+    tokens, width, inner = 512, 256, 256
+    if device.type != "cpu":
+        tokens, width, inner = 8192, 4096, RATED_INNER
+    left = torch.randn(tokens, inner, device=device, dtype=dtype)
+    right = torch.randn(width, inner, device=device, dtype=dtype)
+    flops = 2.0 * tokens * width * inner / wave_share([(tokens, width)], device_at_hand().processors)
+    return flops / _seconds(partial(F.linear, left, right), seconds)
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def _attention(device: torch.device, dtype: torch.dtype, seconds: float) -> floa
     heads, tokens, width = (4, 1024, 64) if device.type == "cpu" else (16, 8192, 128)
     query, key, value = torch.randn(3, 1, heads, tokens, width, device=device, dtype=dtype)
     taken = _seconds(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), seconds)
-    return 4.0 * heads * tokens**2 * width / taken
+    return 2.0 * heads * tokens**2 * width / taken
 
 
 def _copy(source: torch.Tensor, device: torch.device, seconds: float) -> float:
@@ -224,9 +226,9 @@ def write_gpu(spec: str, factor: float, words: str, path: str) -> None:
     """Write the device `spec` with its rates of kernels times `factor`, as a file for ``--gpu``; `words`: its source."""
     table, name = device_table(), resolve_device(spec).name
     entry: dict[str, Any] = dict(table[name]) if name in table else json.loads(Path(spec).read_text(encoding="utf-8"))
-    entry |= {
-        name: entry[name] * factor for name in ("matmul", "matmul_fp8", "attention", "bandwidth") if name in entry
-    }
+    entry |= {name: entry[name] * factor for name in ("matmul", "matmul_fp8", "bandwidth") if name in entry}
+    kernels, _ = attention_shares(entry["attention"], name)
+    entry["attention"] = {kernel: [share * factor for share in shares] for kernel, shares in kernels.items()}
     entry["sources"] = entry.get("sources", {}) | {"measured": words}
     entry.pop("match", None)
     write_json(Path(path), entry)

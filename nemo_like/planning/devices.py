@@ -1,10 +1,12 @@
 """The devices that plans are made for: memory and speeds, each figure with its source in ``devices.json``."""
 
+from __future__ import annotations
+
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from nemo_like._util.device_work import check_kind
 from nemo_like._util.folders import cache_folder
 from nemo_like._util.log import warn_once
-from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.ops import facts, grouped_mm
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
 from nemo_like.options import parse_bytes
@@ -30,7 +32,8 @@ class Device:
     # FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), ``"float8"`` where
     # known.
     matmul_flops: Mapping[str, float]
-    attention_flops: Mapping[str, float]  # FLOP/s of fused attention, likewise.
+    # FLOP/s of fused attention, likewise: forward, by the kernel that PyTorch picks there.
+    attention_flops: Mapping[str, float]
     bandwidth: float  # Bytes per second between its memory and its kernels.
     host_link: float  # Bytes per second to or from CPU memory, one direction.
     kind: str  # ``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds.
@@ -48,15 +51,45 @@ class Device:
     known_as: str = ""  # The table's name of it, where it has another one of its own.
     # Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known.
     host_bandwidth: float = 0.0
+    grouped: float = 1.0  # Speed of grouped matrix products, as a share of that of whole ones.
     # Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted.
     processors: int = 0
+    # By kernel of attention in 16 bits, its speed in forward and backward as a multiple of `attention_flops`; the one that
+    # PyTorch picks is the first.
+    attention_kernels: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"flash": (1.0, 1.0)})
     # Bytes of a CUDA context with the kernels that training loads: taken before torch's allocator has any.
     context_bytes: int = 512 << 20
 
     def flops_of(self, op: OpOverload, *, half: bool) -> float:
         """FLOP/s that the kernel of `op` reaches; `half`: in a 16-bit type."""
-        rates = self.attention_flops if facts(op).attention else self.matmul_flops
-        return rates["half" if half else "single"]
+        precision = "half" if half else "single"
+        if facts(op).attention:
+            return self.attention_flops[precision] * self.attention_speed(op, half=half)[0]
+        return self.matmul_flops[precision] * (self.grouped if facts(op).flops is grouped_mm else 1.0)
+
+    def attention_speed(self, op: OpOverload, *, half: bool) -> tuple[float, float]:
+        """Return the speed of an attention kernel in forward and backward, as a multiple of `attention_flops`; flash
+        attention's where it is not known."""
+        kernel, kernels = facts(op).attention, self.attention_kernels
+        if not half:
+            return 1.0, 1.0
+        return kernels[next(iter(kernels)) if kernel == "sdpa" else kernel if kernel in kernels else "flash"]
+
+    def with_attention(self, kernel: str) -> Device:
+        """Return this device with all fused attention in 16 bits at the speed of `kernel`.
+
+        Raises:
+            ValueError: that is not known of this device.
+        """
+        kernels = self.attention_kernels
+        if kernel not in kernels:
+            raise ValueError(
+                f"attention is {kernel!r}, and its speed on {self.name} is not known: there is that of "
+                f"{', '.join(kernels)}. Leave it out for the kernel that PyTorch picks, or give a device file with it."
+            )
+        every = dict.fromkeys((kernel, *kernels), kernels[kernel])
+        words = f" with {kernel} attention"
+        return replace(self, name=self.name.removesuffix(words) + words, attention_kernels=every)
 
     @property
     def about(self) -> str:
@@ -126,10 +159,13 @@ def device_at_hand(kind: str | None = None) -> Device:
 
 
 def device_of(job: Job) -> Device:
-    """Return the device that `job` is predicted for: its `Job.gpu`, as it was calibrated, else the one at hand."""
+    """Return the device that `job` is predicted for: its `Job.gpu`, as it was calibrated, else the one at hand;
+    attention by `Job.attention`."""
     if job.gpu is None:
-        return device_at_hand(None if job.device is None else job.device.type)
-    return job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))
+        device = device_at_hand(None if job.device is None else job.device.type)
+    else:
+        device = job.gpu if isinstance(job.gpu, Device) else calibrated(resolve_device(job.gpu))
+    return device if job.attention is None else device.with_attention(job.attention)
 
 
 def rates_file(device: Device) -> Path | None:
@@ -180,18 +216,21 @@ def _measured_rates(device: Device, said: Mapping[str, Any], path: Path) -> dict
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
-    missing = [key for key in _FIELDS if not isinstance(entry.get(key), int | float)]
+    missing = [key for key in _FIELDS if not isinstance(entry.get(key), int | float) and key != "attention"]
+    missing += [] if "attention" in entry else ["attention"]
     if missing:
         raise ValueError(f"Device {name!r} lacks {', '.join(missing)}; a device needs {', '.join(_FIELDS)} as numbers.")
     peak = {"half": entry["bf16_tflops"] * 1e12, "single": entry["fp32_tflops"] * 1e12}
     matmul = {kind: value * entry["matmul"] for kind, value in peak.items()}
+    kernels, usual = attention_shares(entry["attention"], name)
     if "fp8_tflops" in entry:
         matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry.get("matmul_fp8", entry["matmul"])
     return Device(
         name=name,
         memory_bytes=math.ceil(entry["memory_gib"] * (1 << 30)),
         matmul_flops=matmul,
-        attention_flops={kind: value * entry["attention"] for kind, value in peak.items()},
+        attention_flops={kind: value * usual for kind, value in peak.items()},
+        attention_kernels={name: (forward / usual, backward / usual) for name, (forward, backward) in kernels.items()},
         bandwidth=entry["memory_gbps"] * 1e9 * entry["bandwidth"],
         host_link=entry["host_link_gbps"] * 1e9,
         kind="cpu" if name == "cpu" else "cuda",
@@ -199,6 +238,23 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         capability=tuple(entry.get("capability", (8, 0))),
         peak_flops=peak["half"],
         **{name: make(entry[name_there]) for name, (name_there, make) in _OPTIONAL.items() if name_there in entry},
+    )
+
+
+def attention_shares(said: Any, name: str) -> tuple[Mapping[str, Sequence[float]], float]:
+    """Return the shares of the peak that kernels of attention reach in forward and backward, and the first one's forward.
+
+    Raises:
+        ValueError: `said` is neither a number, for all of them, nor such shares, flash attention's among them.
+    """
+    kernels = said if isinstance(said, Mapping) else {"flash": (said, said)}
+    pairs = [pair for pair in kernels.values() if isinstance(pair, list | tuple) and len(pair) == 2]
+    shares = [share for pair in pairs for share in pair if isinstance(share, int | float) and share > 0]
+    if "flash" in kernels and len(shares) == 2 * len(kernels):
+        return kernels, next(iter(kernels.values()))[0]
+    raise ValueError(
+        f"attention of device {name!r} is {said!r}; it must be a share of the peak, or by kernel its shares in forward and "
+        'backward, flash among them: {"flash": [0.34, 0.32]}.'
     )
 
 
@@ -211,6 +267,7 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "hop_seconds": ("hop_us", lambda value: value * 1e-6),
     "launch_seconds": ("launch_us", lambda value: value * 1e-6),
     "processors": ("processors", int),
+    "grouped": ("grouped", float),
     "context_bytes": ("context_mib", lambda value: int(value * (1 << 20))),
 }
 

@@ -245,7 +245,7 @@ class Stage:
     def sharding(self) -> Sharding:
         """FSDP2 units of the stage on one rank."""
         job, part = self.job, self.part
-        alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
+        alone = job.fsdp is not None
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
         forms, number = part.forms(whole=ranks == 1, ends="apart" if job.fsdp is None else job.fsdp.ends)
         shardings, key = part.cache.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)

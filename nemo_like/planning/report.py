@@ -33,7 +33,7 @@ from nemo_like.distributed.documents import makes_masks, masks_in_blocks
 from nemo_like.job import Job
 from nemo_like.options import PlanSearch, StepSpec, parse_ac
 from nemo_like.planning.account import Explained, account_of, dtype_of, setting
-from nemo_like.planning.accuracy import accuracy_words
+from nemo_like.planning.accuracy import DENSE, accuracy_words, kind_of
 from nemo_like.planning.advise import changes
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
@@ -138,6 +138,8 @@ class PlanReport:
     written."""
     answer: str = ""
     """Result of ``"min"`` or ``"max"``, in a sentence."""
+    kind: str = DENSE
+    """The kind of job whose errors the report states (`nemo_like.planning.accuracy`)."""
     pipeline: Mapping[str, Any] | None = None
     """Stages, schedule and micro-batches of a pipeline, and layers and micro-batches in flight of each stage."""
     what_if: tuple[WhatIf, ...] = ()
@@ -246,7 +248,7 @@ class PlanReport:
         lines += [
             table.with_note(self.outside.note(unit, self.limit), width),
             self._lists(row, width),
-            paragraph(accuracy_words(), width),
+            paragraph(accuracy_words(self.kind), width),
         ]
         if explain:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
@@ -409,6 +411,7 @@ def make_report(
         outside=outside_of(query.job, query.device),
         stored=dtype_of(query.traced.given),
         is_default_limit=is_default,
+        kind=kind_of(query.traced.given, query.job, query.traced.sample),
     )
 
 

@@ -39,17 +39,47 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     """Return the seconds of one kernel; 0 for a view, and for sends (`nemo_like.planning.predictions.seconds`).
 
     The longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth (Williams et al.,
-    "Roofline", CACM 2009), and at least a launch; casts of its inputs come before it. A matrix product fills the processors
-    in whole waves of tiles, so that one of few tiles is slower.
+    "Roofline", CACM 2009), and at least a launch; casts of its inputs come before it.
     """
     op_facts = ops.facts(op.op)
     if op.view or op_facts.exchange or is_sequence_op(op):
         return 0.0
     computing = op.flops / device.flops_of(op.op, half=op.half)
     if op.flops and not op_facts.attention:
-        computing /= wave_share(op.shapes, device.processors)
+        computing = product_seconds(op, device)[0]
     casts = op_facts.casts * (op.moved - op.bytes) / device.bandwidth
     return casts + max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
+
+
+# An output is written after the last step of the inner dimension, and hardly hidden: the seconds of that as a multiple of
+# its bytes over the bandwidth, by five dense FP8 products of 4,096 rows in the first README of DeepGEMM
+# (https://github.com/deepseek-ai/DeepGEMM, H800): 590, 990, 1,025, 1,304 and 1,358 TFLOPS at inner dimensions of 512, 1,536,
+# 2,048, 7,168 and 16,384. A device's rates are those at `RATED_INNER`, which the median of their source's shapes has.
+_WRITE, RATED_INNER = 1.44, 8192
+
+
+def product_seconds(op: OpRecord, device: Device) -> tuple[float, float, float]:
+    """Return the seconds in which a matrix product computes: forward, the gradient of its input, that of its weight.
+
+    It fills the processors in whole waves of tiles, so that one of few tiles is slower; but for a weight's gradient, whose
+    inner dimension, the tokens, is split for that. The shorter its inner dimension, the more its output costs.
+    """
+    once = op.flops / device.flops_of(op.op, half=op.half)
+    if not device.processors or not op.shapes or len(op.shapes[0]) < 2:
+        return once, once, once
+    rows, columns = math.prod(op.shapes[0][:-1]), op.shapes[0][-1]
+    inner, size, groups = op.flops // (2 * rows * columns) or 1, op.bytes / (rows * columns), 1
+    if ops.facts(op.op).flops is ops.grouped_mm:  # its weights are the rest of the bytes that it moves
+        groups = max(1, round((op.moved / size - rows * (inner + columns)) / (inner * columns)))
+
+    def seconds(written: int, inner: float, share: float) -> float:
+        return once / share + _WRITE * written * size / device.bandwidth * max(0.0, 1 - inner / RATED_INNER)
+
+    return (
+        seconds(rows * columns, inner, wave_share([(rows, columns)], device.processors)),
+        seconds(rows * inner, columns, wave_share([(rows, inner)], device.processors)),
+        seconds(groups * inner * columns, rows / groups, 1.0),
+    )
 
 
 def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:

@@ -50,7 +50,11 @@ def test_a_view_of_such_a_constant_is_a_view_in_the_trace() -> None:
             return total.view(2, 2) * weight.view(2, 2)
 
         trace = record(block, name="block", params=[weight], inputs={}, shared=[])
-    assert [str(op.op) for op in trace.ops if not op.view] == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
+    assert [str(op.op) for op in trace.ops if not op.view] == [
+        "aten.ones.default",
+        "aten.add_.Tensor",
+        "aten.mul.Tensor",
+    ]
 
 
 def test_gradients_that_meet_are_summed_in_place() -> None:

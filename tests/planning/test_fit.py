@@ -119,7 +119,9 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
 
 
 def test_layouts_are_all_those_that_use_every_gpu_and_the_global_batch():
-    found, rejected = layouts(Room(gpus=8, seq_len=64, global_batch=16, layers=4, tensor_sizes=(1, 2, 4, 8), stages=False))
+    found, rejected = layouts(
+        Room(gpus=8, seq_len=64, global_batch=16, layers=4, tensor_sizes=(1, 2, 4, 8), stages=False)
+    )
     assert len(found) == len(set(found)) and all(layout.gpus == 8 for layout in found)
     assert all(layout.sequences == 16 for layout in found)
     assert Layout(1, 8, micro_batch=2) in found and Layout(2, 2, tp=2, micro_batch=4) in found

@@ -316,7 +316,9 @@ def test_adapters_are_those_of_a_plan(tmp_path: Path, program: Any) -> None:
     path.write_text(json.dumps(config | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}))
     both = f"--model {path} --gpus 2 --seq-len 64 --lora 4 --precision bf16 --optimizer adamw --json -".split()
     pins = "--tp 1 --cp 1 --pp 1 --dp-replicate 1 --micro-batch 1 --grad-accum 1 --ac full --loss model --offload none"
-    found = json.loads(program(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]).out)
+    found = json.loads(
+        program(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]).out
+    )
     planned = json.loads(program(["plan", *both, "--no-what-if"]).out)
     (full,) = (row for row in planned["rows"] if row["ac"] == "full")
     best = found["candidates"][0]

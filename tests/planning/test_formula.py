@@ -25,7 +25,9 @@ def _llama():
 
 
 def _search(gpus: int, **pins):
-    job = Job.of(gpu=replace(resolve_device("h100-80gb"), gpus_per_node=4, launch_seconds=0.0), precision=Precision("bf16"))
+    job = Job.of(
+        gpu=replace(resolve_device("h100-80gb"), gpus_per_node=4, launch_seconds=0.0), precision=Precision("bf16")
+    )
     free = {"loss": "model", "sync": "every", "cpu_offload": False}
     asked = {"gpus": gpus, "seq_len": 4096, "limit": 1 << 50, "global_batch": 8}
     return make_search(_llama(), [Question(job, pins=read_pins(free | pins), **asked)])

@@ -136,7 +136,8 @@ def _alive(reader: Bytes | Events) -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("job", "tied"), [({"world_size": 2}, False), ({"world_size": 4, "precision": "bf16"}, False), ({"world_size": 4}, True)]
+    ("job", "tied"),
+    [({"world_size": 2}, False), ({"world_size": 4, "precision": "bf16"}, False), ({"world_size": 4}, True)],
 )
 def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any], tied: bool) -> None:
     asked = Job.of(gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **job)

@@ -47,7 +47,9 @@ STEP = StepSpec(loss_fn=lambda out: loss_of(out))
 def _names(problem: Any) -> list[str]:
     """Names of all outputs of a block that something may keep."""
     ops = problem.ops()
-    kept = (r.names for k, r in enumerate(problem.records[: problem.reachable]) if ops[k].keepable and not ops[k].forced)
+    kept = (
+        r.names for k, r in enumerate(problem.records[: problem.reachable]) if ops[k].keepable and not ops[k].forced
+    )
     return sorted({name for names in kept for name in names})
 
 
@@ -207,7 +209,15 @@ def test_fit_with_regions_has_the_bytes_and_seconds_of_a_plan() -> None:
     asked = '{"recompute": ["mlp"], "save": ["mlp.up_proj"]}'
     how: dict[str, Any] = {"gpu": "h100-80gb", "gpus": 2, "seq_len": 64, "loss": "model", "compile": "inductor",
                            "optimizer": "adamw-fused"}  # fmt: skip  # which fit's loop has on a GPU
-    pins = {"tp": 1, "cp": 1, "pp": 1, "dp_replicate": 1, "micro_batch": 1, "grad_accum": 1, "reshard_after_forward": True}
+    pins = {
+        "tp": 1,
+        "cp": 1,
+        "pp": 1,
+        "dp_replicate": 1,
+        "micro_batch": 1,
+        "grad_accum": 1,
+        "reshard_after_forward": True,
+    }
     best = fit("llama-tiny", ac=asked, **how, **pins).best
     row = next(row for row in predict("llama-tiny", rows=[asked], strategy=FSDP2(True), **how).rows if row.ac == asked)
     assert best is not None and (best.peak_bytes, best.seconds.total) == (row.plan.peak_bytes, row.seconds)
@@ -232,7 +242,9 @@ def test_regions_that_keep_other_tensors_in_each_call_are_refused_by_name() -> N
     model = nn.Sequential(*(Twice(Inner(nn.Linear(8, 8), nn.Linear(8, 8))) for _ in range(2)))
     asked = {"recompute": ["inner"], "save": ["inner.0", "inner.1.input"]}
     with pytest.raises(ValueError, match="ac recomputes 'inner', which a layer calls more than once"):
-        plan_for(model, strategy="single", ac=asked, sample_input=torch.randn(2, 8), gpu="cpu", precision=None, step=STEP)
+        plan_for(
+            model, strategy="single", ac=asked, sample_input=torch.randn(2, 8), gpu="cpu", precision=None, step=STEP
+        )
 
 
 def test_a_fused_attention_that_a_list_recomputes_has_its_price_said(caplog: pytest.LogCaptureFixture) -> None:

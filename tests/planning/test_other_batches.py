@@ -99,10 +99,7 @@ def test_a_rotary_model_is_predicted_as_one_with_more_positions(logs: pytest.Log
 def test_the_command_predicts_it_and_names_the_model(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
     llama(1).config.save_pretrained(tmp_path)
     assert (
-        main(
-            ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--ac", "60%", "--gpu", "cpu"]
-        )
-        == 0
+        main(["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--ac", "60%", "--gpu", "cpu"]) == 0
     )
     assert f"96 tokens are more than the 64 positions of {tmp_path}: predicted as" in logs.text
 
@@ -202,7 +199,9 @@ def test_a_replay_that_needs_what_is_skipped_begins_again_and_runs_no_pinned_ope
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     for mask in (None, torch.randn(5, 6)):
         expected = torch.autograd.grad(_skipping_block(x, weight, mask).sum(), (x, weight))
-        out = checkpoint_region(_skipping_block, x, weight, mask, policy=DecisionTable(rows, strict=False), name="block")
+        out = checkpoint_region(
+            _skipping_block, x, weight, mask, policy=DecisionTable(rows, strict=False), name="block"
+        )
         for _ in range(1 + retain):
             with Operators() as ran:
                 found = torch.autograd.grad(out.sum(), (x, weight), retain_graph=retain)
@@ -356,9 +355,7 @@ def test_the_command_plans_all_towers(name: str, tmp_path: Path, program: Any) -
     assert all(sum(row["layers"].values()) == layers for row in body["rows"])
 
 
-def test_the_command_names_the_towers_that_its_input_does_not_run(
-    tmp_path: Path, program: Any
-) -> None:
+def test_the_command_names_the_towers_that_its_input_does_not_run(tmp_path: Path, program: Any) -> None:
     words = _planned(tmp_path, _llava(), "--images", "0")
     assert "Left out: 3 x CLIPEncoderLayer (vision). 1 x 32 tokens do not run them" in program(words).out
     assert json.loads(program([*words, "--json", "-"]).out)["not_run"] == "3 x CLIPEncoderLayer (vision)"

@@ -54,7 +54,9 @@ def test_a_gather_costs_what_a_rank_receives(method: str, ranks: int) -> None:
     assert record.gathered == whole and record.flops == 4 * ROWS * heads * LENGTH * LENGTH // 2 // ranks * WIDTH
     layers, once = len(part_of(query).traced.calls), gather_seconds(whole, group_of(ranks, 1, 8), device)
     for mode, times in (("none", 3), ("full", 4)):
-        assert step_seconds(query, query.uniform(mode)).parts["sequence gathers"] == pytest.approx(layers * times * once)
+        assert step_seconds(query, query.uniform(mode)).parts["sequence gathers"] == pytest.approx(
+            layers * times * once
+        )
 
 
 EXCHANGE = "nemo_like.exchange_rows.default"

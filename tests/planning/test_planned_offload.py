@@ -37,7 +37,9 @@ def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def _query(offload: OffloadConfig) -> PlanQuery:
     model, sample = _model()
-    return PlanQuery.from_model(model, sample, Job.of(step=STEP, offload=offload).change(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.from_model(
+        model, sample, Job.of(step=STEP, offload=offload).change(gpu=resolve_device("h100-80gb"))
+    )
 
 
 def test_inputs_on_the_host_leave_the_prediction() -> None:
@@ -184,7 +186,9 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
         assert other["peak_bytes"] < own["peak_bytes"] and other["reserved_bytes"] >= other["peak_bytes"]
         assert other["step_seconds"] > own["step_seconds"]
     assert "cpu_offload=True" in there["call"]
-    assert not any(row["fits"] for row in _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")["rows"])
+    assert not any(
+        row["fits"] for row in _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")["rows"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,9 @@ def test_the_speed_of_one_device_is_what_all_make_by_their_number(report: PlanRe
     alone = report.tokens_per_second(report.best)
     assert alone is not None
     for axes in ({"tp": 2}, {"cp": 2}):
-        assert replace(report, job=Job.of(world_size=2, **axes)).tokens_per_second(report.best) == pytest.approx(alone / 2)
+        assert replace(report, job=Job.of(world_size=2, **axes)).tokens_per_second(report.best) == pytest.approx(
+            alone / 2
+        )
 
 
 def test_a_narrow_screen_has_fewer_columns_and_names_them(report: PlanReport) -> None:
@@ -309,9 +311,7 @@ def test_a_budget_that_nothing_meets_still_prints_the_table(program: Any) -> Non
 def test_the_json_says_model_device_and_set_up(program: Any) -> None:
     words = "plan --model llama-tiny --gpu h100 --gpus 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
     body = json.loads(
-        program(
-            [*words.split(), "--json", "-", "--ac", "50%", "--offload", "boundary", "--host-memory", "1GiB"]
-        ).out
+        program([*words.split(), "--json", "-", "--ac", "50%", "--offload", "boundary", "--host-memory", "1GiB"]).out
     )
     assert (body["model"], body["device"], body["input"], body["tokens"]) == (
         "llama-tiny",

@@ -131,7 +131,9 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def _stack(name: str) -> nn.Sequential:
-    norms = [nn.InstanceNorm1d(4, track_running_stats=True) if name == "Instance" else nn.BatchNorm1d(16) for _ in range(3)]
+    norms = [
+        nn.InstanceNorm1d(4, track_running_stats=True) if name == "Instance" else nn.BatchNorm1d(16) for _ in range(3)
+    ]
     shared = norms[:1] * 3 if name == "shared" else norms
     inside = [Layer(lambda layer, h: MODELS[name](layer.norm, h), norm=norm) for norm in shared]
     return nn.Sequential(*(Block(8, norm=False, act=act) for act in inside))

@@ -163,9 +163,7 @@ def test_a_stage_that_fails_without_the_others_layers_is_refused() -> None:
     model = _asking()
     parts = _parts(model)
     model.run = functools.partial(_asks, fails=True)
-    with pytest.raises(
-        ValueError, match="pp cannot cut Stack into stages: stage 0 of 2 fails without the layers"
-    ):
+    with pytest.raises(ValueError, match="pp cannot cut Stack into stages: stage 0 of 2 fails without the layers"):
         check_stages(model, parts, slices([2, 2]), {"x": tokens()})
 
 
@@ -195,7 +193,9 @@ def _part(forward: Callable[..., Tensor]) -> TracedPart:
         for _ in range(2)
     )
     model = Stack(layers, start=start, head=mean_square)
-    return part_of(PlanQuery.from_model(model, {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu"))))
+    return part_of(
+        PlanQuery.from_model(model, {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    )
 
 
 def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:

@@ -239,7 +239,7 @@ declare(
     OpFacts(
         saved=True,
         collective=True,
-        attention=True,
+        attention="sdpa",
         flops=_flops,
         gathered=lambda args: 2 * args[1].nbytes * int(args[6]),
         scratch=_scratch,

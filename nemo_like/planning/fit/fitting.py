@@ -29,6 +29,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.planning.account import dtype_of
+from nemo_like.planning.accuracy import kind_of
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
@@ -119,7 +120,7 @@ def fit(
     these in part, and the rest as given: ``tp``, ``cp``, ``ep`` (size, method, ``sequence_parallel``),
     ``strategy`` (``reshard_after_forward``, ``cpu_offload``), ``step`` (``microbatches``, ``sync``); these follow from
     `gpus` and `seq_len`: ``world_size``, ``planned_tokens``; these are as given: ``ac_scope``, ``layers``, ``precision``,
-    ``compile``, ``device``, ``gpu``, ``allocator``, ``search``.
+    ``compile``, ``device``, ``gpu``, ``attention``, ``allocator``, ``search``.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
@@ -208,6 +209,7 @@ def _searched(
         off=found.off,
         lora=lora,
         class_taken=class_taken(built),
+        kind=kind_of(built, found.best[0].job if found.best else question.job, question.seq_len),
         interrupted=found.interrupted,
         stored=dtype_of(built),
     )

@@ -33,7 +33,7 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.account import Explained, setting
-from nemo_like.planning.accuracy import accuracy_words
+from nemo_like.planning.accuracy import DENSE, accuracy_words
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import MOST_STAGES, SHARDING, Layout
@@ -380,6 +380,8 @@ class FitReport:
     """Words for the class of the model, where its config names another."""
     stored: torch.dtype = torch.float32
     """Dtype of the parameters."""
+    kind: str = DENSE
+    """The kind of job whose errors the report states (`nemo_like.planning.accuracy`)."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -489,7 +491,7 @@ class FitReport:
             lines.append(paragraph(self._others(), width))
         elif explain is not None:
             lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
-        lines += [paragraph(self._how(), width), paragraph(accuracy_words(), width)]
+        lines += [paragraph(self._how(), width), paragraph(accuracy_words(self.kind), width)]
         return "\n\n".join(line for line in lines if line)
 
     def _how(self) -> str:

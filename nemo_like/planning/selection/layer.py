@@ -21,7 +21,14 @@ from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, 
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Policy
 from nemo_like.options.names import NO_NAMES, NamedList
 from nemo_like.planning.devices import Device
-from nemo_like.planning.roofline import exposed_seconds, is_sequence_op, kernel_kind, kernel_seconds, op_seconds
+from nemo_like.planning.roofline import (
+    exposed_seconds,
+    is_sequence_op,
+    kernel_kind,
+    kernel_seconds,
+    op_seconds,
+    product_seconds,
+)
 from nemo_like.planning.selection import solver
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
@@ -359,14 +366,21 @@ def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
 ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0
 
 
-def backward_times(op: OpRecord) -> float:
+def backward_times(op: OpRecord, device: Device) -> float:
     """Return the seconds of an operator's backward, as a multiple of its forward: a matrix product has one more product for
     each input that needs a gradient."""
     if not op.grads:
         return 0.0
     if facts(op.op).attention:
-        return ATTENTION_BACKWARD
-    return float(min(2, op.grads)) if op.flops else OTHER_BACKWARD
+        forward, backward = device.attention_speed(op.op, half=op.half)
+        rate = device.flops_of(op.op, half=op.half) / forward * backward
+        parts: tuple[float, ...] = (ATTENTION_BACKWARD * op.flops / rate,)
+    elif op.flops:
+        parts = product_seconds(op, device)[1 : 1 + op.grads]
+    else:
+        return OTHER_BACKWARD
+    least = max(op.moved / device.bandwidth, device.launch_seconds)
+    return sum(max(part, least) for part in parts) / kernel_seconds(op, device)
 
 
 _GATHER, _SCATTER = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"
@@ -424,7 +438,7 @@ def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
     """
     row, rows, first = 0, list[int](), list[int]()
     for place, op in enumerate(ops):
-        heavy = bool(op.flops) or facts(op.op).attention or facts(op.op).collective
+        heavy = bool(op.flops or facts(op.op).attention) or facts(op.op).collective
         rows.append(row + heavy)
         row += 2 * heavy
         first.append(place if op.twin is None or heavy else first[op.twin])
@@ -488,7 +502,7 @@ class BlockSeconds:
         if compiled:
             records = tuple(op for op in fused(problem.trace.ops) if not op.view)
         kernels = tuple(kernel_seconds(op, device) for op in records)
-        times = tuple(map(backward_times, records))
+        times = tuple(backward_times(op, device) for op in records)
         back = sum(seconds * more for seconds, more in zip(kernels, times))
         again = sum(op.gathered for op in records)
         return cls(

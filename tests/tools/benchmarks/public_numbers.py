@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import importlib
 import itertools
+import json
+import math
 import re
 import statistics
 import sys
@@ -24,7 +26,18 @@ from torch import nn
 
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
-from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.options import (
+    FSDP2,
+    AllocatorConfig,
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    PipelineParallel,
+    Precision,
+    StepSpec,
+    TensorParallel,
+)
+from nemo_like.planning.accuracy import DENSE, LONG
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.predictions.rank import fullest_peaks, parts_at_peak, rank_peak
 from nemo_like.planning.predictions.reserved import Reserved, reserved_on, reserved_within
@@ -41,11 +54,13 @@ from tests.tools.benchmarks.torchtitan_step import (
 
 PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "public-numbers.md"
 """Page that a run of all rows writes."""
+_ACCURACY = Path(__file__).parents[3] / "nemo_like" / "planning" / "accuracy.json"
 _FOLDER = Path(__file__).with_name("public")
 GIB = 2**30
 
 RESERVED, ALLOCATED, ACTIVE, FILLS, OOM, NONE = "reserved", "allocated", "active", "card that it fills", "oom", "none"
-"""Kinds of published memory. ``NONE``: nothing is said."""
+UNKNOWN = "unknown"
+"""Kinds of published memory. ``NONE``: nothing is said; ``UNKNOWN``: not how it was read."""
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -91,6 +106,7 @@ class Row:
     def project(self) -> str:
         """Return the name of whose loop it is."""
         known = ("torchtitan", "foundry", "ibm", "bridge", "tune", "Llama 3 paper", "KempnerForge", "unsloth")
+        known += ("prime-rl", "Automodel", "trl", "axolotl")
         return next((name for name in known if name.lower() in self.source.lower()), self.source)
 
     @property
@@ -116,7 +132,12 @@ def all_rows() -> list[Row]:
         for k, line in _lines("torchtitan_2025_06_h200")
     ]
     rows += [_more(line, f"C{k}") for k, line in _lines("more_2025")]
-    return rows + [_step(line) for name in ("steps_2026", "unused_2026") for _, line in _lines(name)]
+    lines = [line for name in ("steps_2026", "unused_2026", "unseen_2026") for _, line in _lines(name)]
+    notes = {line["id"]: line["note"] for line in lines}
+    for line in lines:  # "as V1": with what that row has
+        if (other := re.search(r"as ([A-Z]\d+)", line["note"])) and other[1] in notes:
+            line["note"] += f"; {notes[other[1]]}"
+    return rows + [_step(line) for line in lines]
 
 
 def _lines(name: str) -> Iterable[tuple[int, dict[str, str]]]:
@@ -172,13 +193,15 @@ def _more(line: dict[str, str], name: str) -> Row:
 
 
 def _step(line: dict[str, str]) -> Row:
-    kinds = (FILLS, ALLOCATED, RESERVED, ACTIVE, NONE)
+    kinds = (FILLS, ALLOCATED, RESERVED, ACTIVE, NONE, UNKNOWN)
     kind = next(kind for kind in kinds if line["memory_kind"].startswith(kind))
     out = line["memory"] == "OOM"
+    gpus, others = int(line["gpus"]), math.prod(int(line[axis]) for axis in ("tp", "cp", "pp"))
     unit = GIB if line["memory_unit"] == "GiB" else 10**9
     return _row(
         line,
         source=f"{line['source']} ({line['date']})",
+        dp_shard=min(int(line["dp_shard"]), gpus // others),  # some sources count the ranks of cp among its own
         gpus_per_node=int(line["gpus_per_node"]),
         schedule="",
         micro_batch=int(line["micro_batch"]),
@@ -220,9 +243,33 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "llama3-14.8b": (5120, 17_920, 40, 40, 8, 128_256),
 }
 """Llamas that are no preset: width, of the MLP, layers, heads, of keys and values, vocabulary."""
+
+
+def _wide(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+    """Return a config with heads of 128 and a tied head."""
+    shape = dict(hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
+    return shape | dict(num_key_value_heads=kv, vocab_size=vocab, head_dim=128, tie_word_embeddings=True)
+
+
 _MPT = {"mpt-7b": (4096, 32, 32), "mpt-30b": (7168, 48, 64), "mpt-70b": (8192, 80, 64)}
 """Width, layers, heads."""
 _NAMES = {"llama3.2-3b": "llama3-3b"}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Qwen3 (arXiv 2505.09388), table 1; the heads are 128 wide.
+    "qwen3-0.6b": ("Qwen3Config", _wide(1024, 3072, 28, 16, 8, 151_936)),
+    "qwen3-4b": ("Qwen3Config", _wide(2560, 9728, 36, 32, 8, 151_936)),
+    # config.json of LiquidAI/LFM2-350M and of mistralai/Ministral-3-8B-Base-2512, whose text model it is.
+    "lfm2-350m": (
+        "Lfm2Config",
+        {
+            **_wide(1024, 6656, 16, 16, 8, 65_536),
+            "head_dim": 64,
+            "block_auto_adjust_ff_dim": True,
+            "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        },
+    ),
+    "ministral-8b": ("Ministral3Config", _wide(4096, 14_336, 34, 32, 8, 131_072) | {"tie_word_embeddings": False}),
+}
 
 
 def source_of_row(row: Row) -> ModelSource:
@@ -243,6 +290,10 @@ def source_of_row(row: Row) -> ModelSource:
             **_QWEN, num_attention_heads=64, num_key_value_heads=8, vocab_size=151_936, max_position_embeddings=most
         )
         config.tie_word_embeddings = False
+        return source_of(name, config)
+    if name in _CONFIGS:
+        kind, values = _CONFIGS[name]
+        config = getattr(transformers, kind)(**values, max_position_embeddings=most)
         return source_of(name, config)
     if name in _MPT:
         # The same products, norms and tied head with fused attention, which transformers' MPT has not.
@@ -277,7 +328,7 @@ def model_of(row: Row) -> nn.Module:
         rank = int(row.precision.split("r")[-1])
         config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(model, config, autocast_adapter_dtype=False)
-    if _titan_before(row, "2024-07"):  # its model returned float32
+    if _titan_before(row, "2024-07") or (row.project == "prime-rl" and not _chunks_of_rl(row)):  # float32 is returned
         model.lm_head.__class__ = Float32Head  # a plan's copy of the model has no hooks of others
     if "qlora" not in row.precision:
         return model
@@ -296,7 +347,7 @@ def repeated_keys(
 
 def _in_bf16(row: Row) -> bool:
     """Return whether weights and optimizer state are in 16 bits."""
-    return row.project in ("tune", "KempnerForge") or row.precision.startswith("lora")
+    return row.project in ("tune", "KempnerForge", "axolotl", "Automodel") or "lora" in row.precision
 
 
 FP8, LOSS, SEQUENCE = "FP8", "loss_parallel", "sequence_parallel"
@@ -335,14 +386,30 @@ def device_of_row(row: Row) -> Device:
     return replace(known, gpus_per_node=row.gpus_per_node)
 
 
+def attention_of(row: Row) -> str | None:
+    """Return the kernel that the source ran, where it is another one than PyTorch picks today."""
+    if named := re.search("FA2|FA3|TE", row.note):  # the row's own words come before those of a row that it is like
+        return {"FA2": "flash", "FA3": "fa3", "TE": "cudnn"}[named[0]]
+    # torchtitan itself chose cuDNN on capability 10 alone (pull request 1196, May 2025), and PyTorch of 2023 and 2024 had
+    # flash attention first.
+    titan = row.project == "torchtitan" and "b200" not in row.gpu
+    return "flash" if titan or row.project in ("foundry", "ibm") else None
+
+
 def job_of(row: Row, without: Sequence[str] = ()) -> Job:
     """Return the job, with the options that the source ran but those `without`."""
     fields: dict[str, Any] = {"gpu": device_of_row(row), "world_size": row.gpus, "step": _step_of(row)}
+    fields["attention"] = attention_of(row)
     fields["precision"] = "bf16" if FP8 in without else _precision(row)
     if row.dp_replicate > 1:
         fields["dp_replicate"] = row.dp_replicate
     if _titan_before(row, "2025-07"):  # `apply_fsdp` of parallelize_llama.py
         fields["strategy"] = FSDP2(ends="root")
+    if row.project == "Automodel" and row.gpus == 1:
+        fields["strategy"] = FSDP2(on_one_rank=True)
+    if row.project == "prime-rl":
+        tied = source_of_row(row).config.tie_word_embeddings
+        fields["strategy"] = FSDP2(ends="root" if tied else "apart", on_one_rank=row.gpus == 1)
     if row.tp > 1:
         # A pipeline's loss is its last stage's own.
         parts = row.project in ("torchtitan", "KempnerForge", "bridge", "Llama 3 paper")
@@ -354,7 +421,7 @@ def job_of(row: Row, without: Sequence[str] = ()) -> Job:
             asynchronous=row.async_tp,
         )
     if row.cp > 1:
-        fields["cp"] = row.cp
+        fields["cp"] = ContextParallel(row.cp, "ring" if "ring" in row.note else "all_gather")
     if row.pp > 1:
         fields["pp"] = PipelineParallel(
             row.pp, row.schedule, row.grad_accum, stages_per_rank=row.virtual_stages, balance=_balance(row)
@@ -363,9 +430,15 @@ def job_of(row: Row, without: Sequence[str] = ()) -> Job:
         fields["compile"] = "inductor"
     if "no expandable" not in row.note and (row.project == "torchtitan" or "expandable" in row.note):
         fields["allocator"] = AllocatorConfig(expandable_segments=True)
-    if _from(row, "chunked loss"):
+    if row.project == "torchtitan" and not _titan_before(row, "2026-04"):  # its default from then on: eight chunks
+        fields["loss"] = ChunkedLoss(row.micro_batch * row.seq_len // 8)
+    if _from(row, "chunked loss") or "cut cross entropy" in row.note or _chunks_of_rl(row):
         fields["loss"] = ChunkedLoss()
-    if _from(row, "activation offloading"):
+    if "chunked loss of 256" in row.note:
+        fields["loss"] = ChunkedLoss(256)
+    if row.ep > 1:
+        fields["ep"] = ExpertParallel(row.ep, imbalance=1.0 if "forced balance" in row.note else None)
+    if _from(row, "activation offloading") or "on host" in row.note:
         fields["offload"] = "boundary"
     return Job.of(**fields)
 
@@ -391,36 +464,57 @@ def _from(row: Row, word: str) -> bool:
     return mine >= _TUNE.index(word)
 
 
+def _chunks_of_rl(row: Row) -> bool:
+    """Return whether `row` is prime-rl's reinforcement learning, whose head works in chunks."""
+    return row.project == "prime-rl" and "as V4" in row.note
+
+
 def _in_backward(row: Row) -> bool:
     """Return whether `row` is torchtune's with ``optimizer_in_bwd``; of adapters nothing is said of it."""
     return _from(row, "activation offloading") and not row.precision.startswith("lora")
 
 
 def _precision(row: Row) -> Any:
+    if _in_bf16(row) and row.precision == "bf16" and row.gpus == 1:
+        return None
     if _in_bf16(row) and row.precision == "bf16":
         # FSDP2 reduces in float32 in KempnerForge's policy.
-        return Precision("bf16") if row.gpus > 1 else None
+        return Precision("bf16")
     if row.precision == "fp8":
         return "fp8"
     reduce = "bf16" if row.project in ("foundry", "ibm") else None
     return Precision("bf16", reduce)
 
 
+_MERGED = {"torchtitan #3914": "2026-06"}
+"""Months of pull requests that are later than late 2025."""
+
+
 def _titan_before(row: Row, month: str) -> bool:
     """Return whether it ran torchtitan from before a month ("2025-04"); rows without a date are from late 2025."""
     date = re.search(r"\(?(20\d{2}-\d{2})[-\d]*\)?$", row.source)
-    return row.project == "torchtitan" and ("2025-12" if date is None else date[1]) < month
+    return row.project == "torchtitan" and (_MERGED.get(row.source, "2025-12") if date is None else date[1]) < month
 
 
 def _step_of(row: Row) -> StepSpec:
     turns = 1 if row.pp > 1 else row.grad_accum
     early = row.id.startswith("A") or "foreach AdamW" in row.note
     if row.project == "torchtitan":
-        loss = None if row.pp > 1 else loop_loss if not row.compile or _titan_before(row, "2025-04") else compiled_loss
+        loss: Any = loop_loss if not row.compile or _titan_before(row, "2025-04") else compiled_loss
+        if row.pp > 1 or not _titan_before(row, "2026-04"):
+            loss = None
         kept = _titan_before(row, "2024-07")  # the loop had the logits till the step's end
         return StepSpec(turns, keeps_output=kept, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
     if row.project == "KempnerForge":
         return StepSpec(turns, sync="last", optimizer="adamw-fused", loss_fn=loop_loss_as_it_is)
+    if row.project in ("prime-rl", "Automodel"):  # prime-rl keeps the model's logits, in float32
+        loss = None if _chunks_of_rl(row) else loop_loss
+        return StepSpec(
+            turns, keeps_output=row.project == "prime-rl" and loss is not None, optimizer="adamw", loss_fn=loss
+        )
+    if row.project in ("trl", "axolotl"):  # Trainer's defaults
+        optimizer = "adamw-8bit" if "8-bit AdamW" in row.note else "adamw-fused"
+        return StepSpec(turns, keeps_output=False, optimizer=optimizer)
     if row.project == "unsloth":
         return StepSpec(turns, keeps_output=False, optimizer="adamw-8bit")
     if row.project == "tune":  # the peaks of its own rows leave no room for copies of foreach
@@ -455,6 +549,8 @@ def differs(row: Row) -> list[str]:
         words += ["7 stages a rank taken", "own kernels"]
     if row.project == "tune":
         words.append("fused AdamW taken")
+    if _chunks_of_rl(row):
+        words.append("reinforcement learning: a loss in chunks taken")
     if row.project == "KempnerForge" and row.tp > 1:
         words.append("each projection gathers its input by itself")
     return words
@@ -503,7 +599,9 @@ def predict(row: Row, *, bytes_too: bool = True) -> Prediction:
     model = model_of(row)
     job, query, instead = _nearest(row, model)
     choices = query.uniform(ac_of(row))
-    if row.project == "torchtitan" and ac_of(row) == "selective" and not row.compile and row.pp == 1:
+    # Since late 2025 its own selective checkpointing leaves a layer's last product out (torchtitan #1881 ran with that).
+    keeps_last = _titan_before(row, "2025-10") and ac_of(row) == "selective"
+    if keeps_last and not row.compile and row.pp == 1:
         query = with_last_products(query)
     seconds = step_seconds(query, choices)
     made = Prediction(seconds=seconds.total, parts=dict(seconds.parts), tokens_per_second=_speed(row, seconds))
@@ -617,6 +715,9 @@ def compared(row: Row, find: Callable[[Row], Prediction] = predict) -> dict[str,
         "memory_kind": row.memory_kind,
         "differs": "; ".join(differs(row)) or None,
         "refused": None,
+        "kinds": kinds_of_row(row),
+        "unsaid": not row.ac or row.memory_kind == UNKNOWN,
+        "attention": attention_of(row) or "PyTorch's",
     }
     try:
         made = find(row)
@@ -650,16 +751,102 @@ def compared(row: Row, find: Callable[[Row], Prediction] = predict) -> dict[str,
     return line
 
 
+def kinds_of_row(row: Row) -> tuple[str, ...]:
+    """Return the kinds of job that `row` is one of (`nemo_like.planning.accuracy`)."""
+    kinds = {
+        "mixtures": row.model in ("qwen3-30b-a3b", "gpt-oss-20b"),
+        "long sequences": row.seq_len >= LONG,
+        "pipelines": row.pp > 1,
+        "LoRA": "lora" in row.precision,
+    }
+    return tuple(kind for kind, is_one in kinds.items() if is_one) or (DENSE,)
+
+
+_UNSEEN = ("V",)
+"""First letters of rows whose sources were looked at after the planner was written."""
+_WITH_ROWS_IN_SIGHT = ("h100-96",)
+"""GPUs of which a constant was chosen with their rows in sight; their speeds are no errors of a kind."""
+
+
+def with_calibration(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `lines` with ``calibrated_off``: the error of speed with one factor, the median of the other rows of the same
+    software and GPU; None where there is no other one."""
+    factors = {
+        line["id"]: line["published_tokens_per_second"] / line["tokens_per_second"]
+        for line in lines
+        if line.get("speed_off") is not None
+    }
+    made = []
+    for line in lines:
+        group = [
+            factors[other["id"]]
+            for other in lines
+            if other["id"] in factors and other is not line and all(other[n] == line[n] for n in ("project", "gpu"))
+        ]
+        known = line["id"] in factors and group
+        off = statistics.median(group) / factors[line["id"]] - 1 if known else None
+        made.append(line | {"calibrated_off": off})
+    return made
+
+
+def errors(lines: Sequence[dict[str, Any]], key: str) -> list[tuple[float, str]]:
+    """Return the absolute errors ``key`` of the lines that have one, with their names."""
+    return [(abs(line[key]), line["id"]) for line in lines if line.get(key) is not None]
+
+
+def _near(name: str, off: Sequence[tuple[float, str]], bounds: Sequence[float]) -> list[str]:
+    if not off:
+        return []
+    near = ", ".join(f"{sum(o <= b for o, _ in off)} within {b:.0%}" for b in bounds)
+    middle, worst = statistics.median(o for o, _ in off), max(off)
+    return [f"{name}: {len(off)} rows, {near}; median {middle:.1%}, worst {worst[0]:.0%} ({worst[1]})."]
+
+
+def accuracy(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of ``nemo_like/planning/accuracy.json``: rows and median errors."""
+
+    def middle(off: Sequence[tuple[float, str]]) -> dict[str, Any]:
+        return {"rows": len(off), "median": round(statistics.median(o for o, _ in off), 3)}
+
+    outside = [line for line in lines if line["gpu"] not in _WITH_ROWS_IN_SIGHT]
+    kinds = (*dict.fromkeys(kind for line in lines for kind in line["kinds"]),)
+    return {
+        "peaks": middle(errors(lines, "memory_off")),
+        "kinds": {
+            kind: middle(errors([line for line in outside if kind in line["kinds"]], "speed_off")) for kind in kinds
+        },
+        "calibrated": middle(errors(lines, "calibrated_off")),
+    }
+
+
 def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return sentences on how near all rows are."""
     done = [line for line in lines if line["refused"] is None]
     words = [f"{len(lines)} rows, {len(done)} predicted, {len(lines) - len(done)} refused."]
-    for key, name, bounds in (("memory_off", "Memory", (0.05, 0.10)), ("speed_off", "Speed", (0.05, 0.15))):
-        off = [(abs(line[key]), line["id"]) for line in done if line.get(key) is not None]
-        if off:
-            near = ", ".join(f"{sum(o <= b for o, _ in off)} within {b:.0%}" for b in bounds)
-            middle, worst = statistics.median(o for o, _ in off), max(off)
-            words.append(f"{name}: {len(off)} rows, {near}; median {middle:.1%}, worst {worst[0]:.0%} ({worst[1]}).")
+    unseen = [line for line in done if line["id"].startswith(_UNSEEN)]
+    old = [line for line in done if not line["id"].startswith(_UNSEEN)]
+    said = [line for line in done if not line["unsaid"]]
+    for part, rows in (
+        (" of sources known before", old),
+        (" of sources that nobody had looked at", unseen),
+        (" that state unit, kind and mode", said),
+    ):
+        words += _near(f"Memory{part}", errors(rows, "memory_off"), (0.05, 0.10))
+        words += _near(f"Speed{part}", errors(rows, "speed_off"), (0.05, 0.15))
+    words += _near("Memory", errors(done, "memory_off"), (0.05, 0.10))
+    words += _near("Speed", errors(done, "speed_off"), (0.05, 0.15))
+    words += _near(
+        "Speed after `--calibrate-from` another row of the same software and GPU",
+        errors(done, "calibrated_off"),
+        (0.05, 0.15),
+    )
+    outside = [line for line in done if line["gpu"] not in _WITH_ROWS_IN_SIGHT]
+    for kind in accuracy(done)["kinds"]:
+        words += _near(
+            f"Speed of {kind}, without rows that a constant was chosen by",
+            errors([line for line in outside if kind in line["kinds"]], "speed_off"),
+            (0.15, 0.35),
+        )
     out = [line for line in done if line["memory_kind"] == OOM]
     if out:
         words.append(f"Out of memory: {sum(line['verdict'] == 'too large' for line in out)} of {len(out)} said.")
@@ -697,8 +884,10 @@ def _run(options: Namespace) -> Measured:
     for row in rows:
         lines.append(compared(row))
         print(_progress(lines[-1]), file=sys.stderr, flush=True)
+    lines = with_calibration(lines)
     if len(rows) == len(all_rows()):
         PAGE.write_text(page(lines), encoding="utf-8")
+        _ACCURACY.write_text(json.dumps(accuracy(lines)) + "\n", encoding="utf-8")
     about = {"source": "tests/tools/benchmarks/public/*.csv"}
     return Measured("Published steps, by the planner", lines, about, summary(lines))
 
@@ -720,9 +909,11 @@ _COLUMNS = (
     Column("axes", "axes"),
     Column("step", "sequences x tokens"),
     Column("how", "how"),
+    Column("attention", "attention"),
     Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}".format),
     Column("published_tokens_per_second", "published", "{:,.0f}".format),
     Column("speed_off", "off", "{:+.0%}".format),
+    Column("calibrated_off", "calibrated", "{:+.0%}".format),
     Column("gib", "GiB", "{:.1f}".format),
     Column("published_gib", "published", "{:.1f}".format),
     Column("memory_off", "off", "{:+.0%}".format),
