@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nemo_like._util.log import say_once
 from nemo_like._util.op_lookup import Op, argument, argument_positions, find_op, packet_name, resolve_op
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.tensors import STANDS_FOR_CUDA, tensors_in
 from nemo_like.torch_compat import PARTITIONER_COMPUTE_INTENSIVE_OPS, async_tensor_parallel
 
 # FLOP rules of operators, by the shapes of their arguments; a multiply-add is two.
@@ -66,6 +66,11 @@ def grouped_mm(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: o
 def linear(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """``(..., K)`` times the transpose of ``(N, K)``; the bias is not counted, as in PyTorch's `addmm`."""
     return 2 * math.prod(args[0].shape) * args[1].shape[0]
+
+
+def _four_bit_linear(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
+    """``(..., K)`` times the transpose of ``(N, K)``, which is packed and comes with its shape."""
+    return 2 * math.prod(args[0].shape) * args[2][0]
 
 
 def _attention(
@@ -124,12 +129,37 @@ class OpFacts:
     scratch: Callable[[tuple[Any, ...], Any], int] | None = None
     # Bytes that casts of its inputs read and write before its kernel, as a multiple of the bytes of these inputs.
     casts: float = 0.0
+    # (inputs, outputs) → bytes read and written, outputs among them. None: each input and output once.
+    moved: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], int] | None = None
 
     @property
     def tracked(self) -> bool:
         """Return whether a decision on it has a meaning. An operator that is not tracked is never counted, saved or
         skipped."""
         return not (self.free or self.mutating)
+
+
+def _whole_weight(args: tuple[Any, ...], out: torch.Tensor) -> int:
+    """Return the bytes of a 4-bit weight in the dtype of its matmul, and of its scales in float32.
+
+    bitsandbytes 0.50 makes both before the matmul (`_dequant_linear_fallback` of its CUDA kernels). Of up to 1,536 tokens it
+    may run a kernel that makes neither, by the shape and the GPU: these are counted all the same.
+    """
+    (rows, columns), absmax, blocksize = args[2:5]
+    scales = -(-rows * columns // blocksize)
+    # Scales in 8 bits have fewer in `absmax`, of their own. The kernel for CUDA keeps them with and without their offset.
+    nested = (2 if STANDS_FOR_CUDA.get() else 1) if absmax.numel() < scales else 0
+    return rows * columns * out.element_size() + 4 * scales * nested
+
+
+def _unpacked_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of a 4-bit weight and its scales, of the whole weight that is made of them, and of the output.
+
+    The matmul itself then reads about as many, while it computes.
+    """
+    (rows, *packed), (out,) = inputs, outputs
+    whole = rows.shape[-1] * out.shape[-1] * out.element_size()
+    return sum(t.nbytes for t in (*packed, out)) + whole
 
 
 _SDPA = OpFacts(saved=True, attention="flash", flops=functools.partial(_attention, heads=1, tokens=2))
@@ -168,6 +198,10 @@ _ROWS: dict[str, OpFacts] = {
     "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=matrix_product),
     "aten._scaled_grouped_mm.default": _GROUPED,
     "aten._scaled_grouped_mm_v2.default": _GROUPED,
+    # A linear of bitsandbytes. Its weight is made whole by a kernel of its own before the matmul, here and in backward.
+    "bitsandbytes.gemm_4bit.default": OpFacts(
+        saved=True, alternates=True, flops=_four_bit_linear, scratch=_whole_weight, casts=1.0, moved=_unpacked_bytes
+    ),
     # topk may break ties in another order the second time, and then an expert gets other tokens.
     "aten.topk.default": OpFacts(saved=True, pinned=True),
     "aten.max.default": OpFacts(saved=True),  # the scale of a low-precision matmul: one number
@@ -296,7 +330,7 @@ def named_ops(word: str) -> frozenset[Op]:
     """The operators that a word of `nemo_like.options.names.WORDS` means whoever calls them, of those that there are."""
     matmuls = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten._scaled_mm.default")
     names = {
-        "matmuls": (*matmuls, "aten._scaled_mm_v2.default"),
+        "matmuls": (*matmuls, "aten._scaled_mm_v2.default", "bitsandbytes.gemm_4bit.default"),
         "exchanges": ("nemo_like.exchange_rows.default",),
         "experts": tuple(
             f"aten._{kind}.default" for kind in ("grouped_mm", "scaled_grouped_mm", "scaled_grouped_mm_v2")
@@ -370,6 +404,8 @@ def moved_bytes(op: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.
     """Bytes read and written by a kernel that touches each input and output once; 0 for an allocation, a view, and an
     operator in place other than a matrix product."""
     row = facts(op)
+    if row.moved is not None:
+        return row.moved(inputs, outputs)
     # A result that is given (``out=``) is the last input, and is not read.
     read = inputs[: -len(outputs)] if row.flops and str(op).endswith("out") else inputs
     return 0 if row.free and row.flops is None else sum(_touched(t) for t in (*read, *outputs))

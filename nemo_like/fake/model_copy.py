@@ -40,6 +40,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
         memo[id(module)] = object.__new__(type(module))
         for tensor in tensors_in([*vars(module).values()]):
             memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
+            if (state := quant_state(tensor)) is not None:  # its module has it, too
+                memo[id(state)] = state
     for module in modules:
         attributes = {name: _attribute(module, name, value, memo) for name, value in vars(module).items()}
         memo[id(module)].__dict__.update(attributes)
@@ -64,6 +66,40 @@ def copy_to_keep(model: nn.Module) -> nn.Module:
     moved = _on_meta(parameter for parameter in copied.parameters() if type(parameter) is nn.Parameter)
     for module in copied.modules():
         module._parameters.update({n: moved[id(p)] for n, p in module._parameters.items() if id(p) in moved})
+    return copied
+
+
+def packed_as(tensor: Tensor, like: Tensor, make: Callable[[Tensor], Tensor] = lambda scales: scales) -> Any:
+    """Return `tensor` with the scales of `like`, where that is a weight of bitsandbytes in 4 bits, each one by `make`."""
+    if (state := quant_state(like)) is not None:
+        tensor.quant_state = _state_with(state, make)  # type: ignore[attr-defined]
+    return tensor
+
+
+def quant_state(tensor: Tensor) -> Any:
+    """Return the ``QuantState`` of a weight of bitsandbytes in 4 bits: its scales and tables; None: it is another tensor."""
+    return getattr(tensor, "quant_state", None)
+
+
+def is_unquantised(tensor: Tensor | None) -> bool:
+    """Return whether `tensor` is a weight that bitsandbytes quantises when it goes to its device."""
+    return not getattr(tensor, "bnb_quantized", True)
+
+
+def scales_of(state: Any) -> list[Tensor]:
+    """Return the tensors of a ``QuantState``, with those of the state of its scales."""
+    found: list[Tensor] = []
+    _state_with(state, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _state_with(state: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    copied = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(copied, name, make(value))
+        elif type(value) is type(state):
+            setattr(copied, name, _state_with(value, make))
     return copied
 
 
@@ -95,7 +131,8 @@ def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
 def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` with new leaves of the same memory for its parameters; a tensor under two names stays one."""
     leaves = {
-        id(t): t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t for t in state.values()
+        id(t): packed_as(t.detach().requires_grad_(t.requires_grad), t) if isinstance(t, nn.Parameter) else t
+        for t in state.values()
     }
     return {name: leaves[id(t)] for name, t in state.items()}
 

@@ -20,7 +20,7 @@ from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps, autocast_of_cuda_on_cpu
-from nemo_like.fake.model_copy import SMALL, call_with
+from nemo_like.fake.model_copy import SMALL, call_with, packed_as, quant_state
 from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
@@ -175,13 +175,15 @@ class FakeRun(DispatchMode):
 
     def state(self, module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
-        fakes: dict[int, torch.Tensor] = {
-            id(t): fake_parameter(self.fake, t, dtype if dtype is not None and t.is_floating_point() else t.dtype)
-            for t in module.parameters()
-        }
+        fakes: dict[int, torch.Tensor] = {id(t): self._parameter(t, dtype) for t in module.parameters()}
         fakes |= {id(buffer): self.sample(buffer) for buffer in module.buffers() if id(buffer) not in fakes}
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         return {name: fakes[id(tensor)] for name, tensor in named}
+
+    def _parameter(self, like: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        if dtype is None or not like.is_floating_point() or quant_state(like) is not None:
+            dtype = like.dtype
+        return packed_as(fake_parameter(self.fake, like, dtype), like, self.like)
 
 
 def check_layouts(tensors: Sequence[torch.Tensor]) -> None:

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like._util.garbage import rare_collections
+from nemo_like._util.live_bytes import storages_of
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
+from nemo_like.fake.model_copy import quant_state, scales_of
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.options.parallel import FSDP2, Precision, ranks_between, unit_reshards
 from nemo_like.torch_compat import local_part
@@ -189,6 +191,10 @@ class ParameterForms:
         by_parameter = {id(p): name for name, p in named.items()}
         self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
         self.embedding_names = frozenset(by_parameter[id(p)] for p in (plan.embedding.params if plan.embedding else ()))
+        states = [state for p in model.parameters() if (state := quant_state(p)) is not None]
+        storages = {id(s): s for state in states for s in storages_of(scales_of(state))}
+        # Bytes of the scales of weights in 4 bits. They are not parameters, so that FSDP2 does not shard them.
+        self.scales = sum(storage.nbytes() for storage in storages.values())
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.
@@ -216,7 +222,7 @@ class ParameterForms:
     def content(self) -> Hashable:
         """Return a key of these parameters: equal where all bytes are."""
         sizes = tuple(self._forms), tuple(self.units.values()), tuple(self.trains), tuple(self.experts.items())
-        return sizes, self.names, self.tail_names, self.embedding_names
+        return sizes, self.names, self.tail_names, self.embedding_names, self.scales
 
     def trains_in_step(self, param: nn.Parameter) -> bool:
         """Return whether a parameter gets a gradient in a step."""
@@ -307,7 +313,7 @@ def sharding_of(
         tail=unit(plan.tail) if plan.tail else None,
         embedding=unit(plan.embedding) if plan.embedding else None,
         root=root,
-        replicated=sum(local_part(p).nbytes for p in plan.replicated),
+        replicated=sum(local_part(p).nbytes for p in plan.replicated) + forms.scales,
         experts=inner,
         world=shard_ranks,
         gloo=gloo,

@@ -1,4 +1,4 @@
-"""What is real in a fake run, and models of which no plan is made: they look at values, or have weights in 4 bits."""
+"""What is real in a fake run, and models of which no plan is made, because they look at values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import Job, StepSpec, plan_for
+from nemo_like import Job, StepSpec
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
@@ -261,14 +261,3 @@ def test_a_loss_that_looks_at_values() -> None:
     query = _query(inside=False, step=StepSpec(loss_fn=lambda out: out.sum() if out.sum() > 0 else -out.sum()))
     with pytest.raises(ValueError, match=r"StepSpec\.loss_fn cannot be planned for: it depends on values"):
         query.stages[0].outside()
-
-
-class Params4bit(nn.Parameter):
-    """Of the name that bitsandbytes' class has."""
-
-
-def test_a_model_with_weights_in_four_bits_is_refused_with_the_way_out() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = Params4bit(torch.zeros(8, 8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"'1.weight' has its weights in 4 bits .* such as ac='full'\."):
-        plan_for(model, ac="50%", sample_input=torch.zeros(2, 8), gpu="cpu", layers=["0", "1"])

@@ -1,6 +1,6 @@
 """A model, or one stage of it, traced in one local shape: its layers, their operators, and the allocations of a step.
 
-Also adapters on frozen weights, matmuls in float8, and the refusal of weights in 4 bits.
+Also adapters on frozen weights, weights in 4 bits, and matmuls in float8.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from nemo_like.distributed.documents import in_blocks, keep_documents_apart, mas
 from nemo_like.distributed.expert.split_experts import Experts, has_experts, refuse_lists
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
-from nemo_like.fake.model_copy import model_copy
+from nemo_like.fake.model_copy import is_unquantised, model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
@@ -138,8 +139,7 @@ class TracedPart:
         self.loss, self._in_blocks = StepLoss.from_job(job), in_blocks.get()
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
-        refuse_four_bits(model)
-        self.whole = self.model = model_copy(model)
+        self.whole = self.model = in_four_bits(model_copy(model))
         if not self.is_stage:
             keep_documents_apart(self.model)
         check_float8_plan(job, self.device)
@@ -556,34 +556,75 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     return (every if names <= {layer.fqn for layer in every} else chosen), names
 
 
-def refuse_four_bits(model: nn.Module) -> None:
-    """Raise where `model` has weights in 4 bits, of which no plan is made.
+_HOW = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 
-    Raises:
-        ValueError: a parameter is a ``Params4bit`` of bitsandbytes; it names that.
+
+def in_four_bits(model: nn.Module) -> nn.Module:
+    """Put weights as they are in 4 bits, on the meta device, in the place of those that bitsandbytes has still to quantise.
+
+    model: changed in place.
     """
-    packed = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Params4bit"]
-    if packed:
+    waiting = [module for module in model.modules() if is_unquantised(module._parameters.get("weight"))]
+    if waiting:
+        bitsandbytes = require("bitsandbytes", "qlora", "for weights in 4 bits")
+        # bitsandbytes has one table for the scales of all weights, on the first device that it quantises on.
+        with patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+            for module in waiting:
+                weight: Any = module.weight
+                how = {name: getattr(weight, name) for name in _HOW}
+                data, state = bitsandbytes.functional.quantize_4bit(weight.data.to("meta"), **how)
+                module.weight = type(weight)(data, quant_state=state, bnb_quantized=True, **how)
+    return model
+
+
+def _with_four_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Put bitsandbytes' linears in 4 bits in the place of those that transformers loads so: all but the head.
+
+    They are as QLoRA has them (https://arxiv.org/abs/2305.14314): NF4, with scales in 8 bits. They are stored in `dtype`,
+    which FSDP2 shards, as axolotl (``axolotl/loaders/model.py``) and NeMo Automodel (``components/quantization/qlora.py``)
+    have them.
+    """
+    require("bitsandbytes", "qlora", "for weights in 4 bits")
+    transformers = require("transformers", "hf", "for weights in 4 bits")
+    if not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(
-            f"{packed[0]!r} has its weights in 4 bits (bitsandbytes' Params4bit), and no plan is made of those: their bytes "
-            "are packed, with scales next to them. Use a mode without a plan, such as ac='full'."
+            f"four_bit is True, and {type(model).__name__} is not a model of transformers, which decides on the linears to "
+            "quantise. Give module:function, which returns a model with linears of bitsandbytes and adapters."
         )
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map=None)
+    quantizer.postprocess_model(model)
+    for param in filter(is_unquantised, model.parameters()):
+        param.data = param.data.to(dtype)
+    return in_four_bits(model)
 
 
-def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None) -> nn.Module:
+def with_adapters(
+    model: nn.Module, rank: int, frozen: torch.dtype | None = None, *, four_bit: bool = False
+) -> nn.Module:
     """Add adapters of `rank` to all linear layers of `model` but the head, by peft; all else no longer trains.
 
     Args:
         model: changed in place, as peft does.
         rank: rank of the adapters, >= 1.
         frozen: dtype of frozen parameters; None: as they are.
+        four_bit: the frozen linear layers have 4 bits, as in QLoRA; `model` is one of transformers on the meta device.
 
     Raises:
-        ValueError: `rank` is below 1. MissingExtraError: peft is not installed.
+        ValueError: `rank` is below 1; `four_bit` of another model. MissingExtraError: peft or bitsandbytes is not installed.
     """
     if rank < 1:
         raise ValueError(f"The rank of the adapters is {rank}; it must be >= 1.")
     peft = require("peft", "finetune", "to put adapters into a model")
+    if four_bit:
+        model = _with_four_bits(model, frozen or torch.get_default_dtype())
     setattr(model, "name_or_path", getattr(model, "name_or_path", ""))  # noqa: B010 - peft reads it
     config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     # Of a model without memory adapters have none either: peft would draw their values on the CPU, for minutes at 405B.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
+from nemo_like.fake.model_copy import quant_state
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.block import BlockTrace, trace_block
 from nemo_like.torch_compat import forward_hooks, local_part, tree_flatten
@@ -244,8 +245,14 @@ def settings_of(module: nn.Module) -> tuple:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (
         *((name, type(part), _plain_attributes(part)) for name, part in module.named_modules()),
-        *((name, tuple(local_part(t).shape), t.dtype, t.requires_grad) for name, t in tensors),
+        *((name, tuple(local_part(t).shape), t.dtype, t.requires_grad, *_packing(t)) for name, t in tensors),
     )
+
+
+def _packing(tensor: torch.Tensor) -> tuple:
+    """Return all that tells one weight in 4 bits from another of as many bytes."""
+    state = quant_state(tensor)
+    return () if state is None else (tuple(state.shape), state.dtype, state.blocksize, state.nested)
 
 
 def _plain_attributes(part: nn.Module) -> tuple:
@@ -255,10 +262,10 @@ def _plain_attributes(part: nn.Module) -> tuple:
 
 
 def _plain(value: Any) -> bool:
-    """Return whether a value is a number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
+    """Return whether a value is a number, a word, a flag, a dtype, or a tuple of such, as the stride of a convolution."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
-    return isinstance(value, bool | int | float | str | type(None))
+    return isinstance(value, bool | int | float | str | type(None) | torch.dtype)
 
 
 def call_key(value: Any) -> Any:
