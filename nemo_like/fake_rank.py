@@ -8,6 +8,7 @@ counts.
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline.cut import repeated
 from nemo_like.distributed.pipeline.pipeline import Pipeline, tie, trust
 from nemo_like.distributed.update_in_backward import optimizer_in_backward
-from nemo_like.fake.model_copy import copy_on_meta
+from nemo_like.fake.model_copy import copy_on_meta, packed_as, quant_state, scales_of
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job, as_code
@@ -260,10 +261,12 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
         }
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
-    with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():
+    states = [state for module in modules for part in module.modules() if (state := quant_state(part)) is not None]
+    whole = [*averaged.values(), *(scales for state in states for scales in scales_of(state))]
+    with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _scales_found():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own([*map(local_part, parallelized.parameters()), *averaged.values()], PARAMETERS)
+            ledger.own([*map(local_part, parallelized.parameters()), *whole], PARAMETERS)
             ledger.begin()
             go()
             ledger.phase = "optimizer step"
@@ -366,6 +369,16 @@ def _sends_hold() -> Iterator[None]:
         yield
 
 
+def _scales_found() -> AbstractContextManager[object]:
+    """Within it, bitsandbytes gives a fake weight that FSDP2 has gathered its scales: it would make another tensor of it."""
+    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
+    if modules is None:
+        return nullcontext()
+    return patch.object(
+        modules, "fix_4bit_weight_quant_state_from_module", lambda module: packed_as(module.weight, module)
+    )
+
+
 def _float8_of(device: Device) -> AbstractContextManager[object]:
     """Within it, `parallelize` makes the linears that multiply in float8 on `device`: those of the CPU emulate that."""
 
@@ -387,7 +400,9 @@ def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
             with run.fake, torch.no_grad():
                 memory = torch.empty_like(tensor, device="cpu")
             memories[tensor] = (
-                nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+                packed_as(nn.Parameter(memory, tensor.requires_grad), tensor, one)
+                if isinstance(tensor, nn.Parameter)
+                else memory
             )
         return memories[tensor]
 
@@ -398,6 +413,8 @@ def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 module._parameters[name] = one(parameter)
+        if quant_state(module) is not None:  # of a weight in 4 bits that FSDP2 shards
+            packed_as(module, module, one)
     for model in models:
         if isinstance(model, FSDPModule):  # which pads its own
             model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)

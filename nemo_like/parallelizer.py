@@ -75,6 +75,7 @@ from nemo_like.precision import (
     check_autocast,
     check_capability_of,
     check_float8,
+    check_four_bits,
     effective_matmuls,
     float8_linears,
     scale_before_forward,
@@ -383,6 +384,7 @@ def _check(
 ) -> tuple[Job, Sequence[Layer], tuple[Experts, ...], list[CheckpointSpec]]:
     """Return the job with its plan, the layers, the experts to split and the regions to checkpoint, or raise."""
     ranks = mesh if job.fsdp is not None else None
+    check_four_bits(model, job)
     layers, chosen = layers_for(model, job)
     experts = check_axes(model, job, mesh, layers, sample_input)
     if ranks is not None:

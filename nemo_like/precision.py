@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from nemo_like._util.extras import require
 from nemo_like._util.forwards import Forward, Place
 from nemo_like._util.log import say_once
+from nemo_like.job import Job
 from nemo_like.mxfp8 import TORCHAO, has_sides_of, mxfp8_linears
 from nemo_like.options.parallel import MXFP8, Precision
 
@@ -31,6 +32,21 @@ def check_autocast(model: nn.Module, param_dtype: torch.dtype | None) -> None:
             f"bfloat16 or float16 only; parameters are {', '.join(sorted(map(str, stored))) or param_dtype}. Leave "
             f"param_dtype out and convert the model first: model.to({param_dtype})."
         )
+
+
+def check_four_bits(model: nn.Module, job: Job) -> None:
+    """Raise ValueError where `job` would read the bytes of weights in 4 bits (bitsandbytes) as numbers of a matrix."""
+    packed = {name: p for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    dtype = None if job.fsdp is None else job.param_dtype
+    cast = [name for name, p in packed.items() if p.is_floating_point() and dtype not in (None, p.dtype)]
+    matmuls = job.precision.matmuls
+    for refused, names, why in (
+        (job.tp.size > 1, packed, f"tp={job.tp.size} would split its packed bytes. Use dp_shard, cp or pp."),
+        (matmuls is not None, packed, f"precision={matmuls!r} would cast its packed bytes. Use precision='bf16'."),
+        (True, cast, f"FSDP2 would cast its packed bytes. Load the model with bnb_4bit_quant_storage={dtype}."),
+    ):
+        if refused and names:
+            raise ValueError(f"{next(iter(names))!r} has 4 bits (bitsandbytes), and {why}")
 
 
 class Autocast(Forward):

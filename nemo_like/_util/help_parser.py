@@ -11,7 +11,7 @@ from nemo_like._util.console import examples
 from nemo_like._util.words import did_you_mean
 
 GROUPS = {
-    "model": """model init dtype layers lora qlora lora_rank lora_alpha lora_dropout lora_targets tokenizer
+    "model": """model init dtype layers lora four_bit qlora lora_rank lora_alpha lora_dropout lora_targets tokenizer
         trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus device dp_shard calibrate""",
     "memory": """modes budget memory fit fit_memory""",

@@ -32,6 +32,11 @@ COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in grou
 
 # The help of ``--lora``.
 LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
+WITHOUT_LORA = "without --lora all weights train, in 16 or 32 bits."
+FOUR_BIT: dict[str, Any] = {
+    "action": "store_true",
+    "help": "with --lora: frozen linears have 4 bits, as in QLoRA (bitsandbytes, NF4, scales in 8 bits)",
+}
 # Options that several commands have alike, without their words.
 MODEL: dict[str, Any] = {"help": "a preset (llama3-8b, ...), a config.json, or module:function"}
 STORED: dict[str, Any] = {"default": "fp32", "help": "parameters as stored (default: %(default)s)"}

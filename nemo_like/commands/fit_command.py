@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import flag, refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
-from nemo_like.commands import LORA, MODEL, NO_CACHE, STORED, WIDE, print_report, settings_options
+from nemo_like.commands import (
+    FOUR_BIT,
+    LORA,
+    MODEL,
+    NO_CACHE,
+    STORED,
+    WIDE,
+    WITHOUT_LORA,
+    print_report,
+    settings_options,
+)
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import write_to
 from nemo_like.commands.step_options import refuse_host_memory
@@ -55,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--dtype": STORED,
     "--lora": {"type": int, "least": 1, "metavar": "RANK", "help": LORA},
+    "--four-bit": FOUR_BIT,
     "--precision": {
         "type": _words,
         "group": "training",
@@ -137,6 +148,8 @@ def check(args: argparse.Namespace) -> None:
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
     refuse_host_memory(args)
+    if args.lora is None:
+        refuse_unread(args, ["four_bit"], WITHOUT_LORA)
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
 
@@ -164,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(pins.get(name), list):
             pins[name] = [FLAGS[name].read(word) for word in pins[name]]
     config = resolve_model(args.model).config
-    with keeping(args.cache, config, args.dtype, args.lora), progress() as say:
+    with keeping(args.cache, config, args.dtype, args.lora, args.four_bit), progress() as say:
         report = fit(
             args.model,
             gpus=args.gpus,
@@ -174,6 +187,7 @@ def run(args: argparse.Namespace) -> int:
             **_fields(args),
             dtype=parse_dtype("--dtype", args.dtype),
             lora=args.lora,
+            four_bit=args.four_bit,
             count=args.count,
             minutes=args.minutes,
             progress=say,
@@ -210,6 +224,7 @@ def _paste(args: argparse.Namespace, report: FitReport) -> str:
         batch_size=report.best.layout.micro_batch,
         seq_len=args.seq_len,
         lora=args.lora,
+        four_bit=args.four_bit,
         dtype=dtype_word(parse_dtype("--dtype", args.dtype)),
     )
 

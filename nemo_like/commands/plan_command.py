@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     limit = None if args.memory is None else parse_bytes(args.memory, "--memory")
     _check(args)
     source = resolve_model(args.model)
-    with keeping(args.cache, source.config, args.dtype, args.lora):
+    with keeping(args.cache, source.config, args.dtype, args.lora, args.four_bit):
         return _answer(args, source, search, limit)
 
 

@@ -87,7 +87,7 @@ def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
     from nemo_like._util.words import dtype_word, parse_dtype
     from nemo_like.settings import write_settings
 
-    values = {name: getattr(args, name, None) for name in ("model", "seq_len", "lora")} | values
+    values = {name: getattr(args, name, None) for name in ("model", "seq_len", "lora", "four_bit")} | values
     left = write_settings(args.settings_to, job, **values, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
     if left:
         print(paragraph(f"{args.settings_to} does not have: {'; '.join(left)}", screen_width()), file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread, whole_or
-from nemo_like.commands import LORA, MODEL, STORED, VOCAB_SIZE
+from nemo_like.commands import FOUR_BIT, LORA, MODEL, STORED, VOCAB_SIZE, WITHOUT_LORA
 from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, flags_of, flags_on, job_of, options_of
 from nemo_like.options import FLOAT8, normalise, parse_dtype
 
@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--vocab-size": {"type": int, "least": 1, "help": VOCAB_SIZE},
     "--dtype": STORED,
     "--lora": {"type": int, "least": 1, "metavar": "RANK", "help": LORA},
+    "--four-bit": FOUR_BIT,
 }
 """The options of a step."""
 
@@ -76,6 +77,7 @@ def check_step_options(args: argparse.Namespace) -> None:
             "one rank keeps the model whole. Give --gpus too, or --on-one-rank.",
         ),
         (args.cp == 1, flags_of("cp"), "without --cp above 1 every rank has whole sequences."),
+        (args.lora is None, ["four_bit"], WITHOUT_LORA),
     ):
         if unread:
             refuse_unread(args, names, why)
@@ -122,6 +124,6 @@ def traced_step(args: argparse.Namespace, source: ModelSource, job: Job) -> tupl
     dtype = parse_dtype("--dtype", args.dtype)
     model, source = source.built("meta", dtype)
     if args.lora is not None:
-        model = with_adapters(model.train(), args.lora, job.param_dtype or dtype)
+        model = with_adapters(model.train(), args.lora, job.param_dtype or dtype, four_bit=args.four_bit)
     query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
     return query, plan_inputs.step_of(query, model, source, args), inputs

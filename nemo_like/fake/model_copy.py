@@ -1,9 +1,10 @@
 """Copy a model to run the copy: neither a plan nor a profile changes the caller's, whatever it does to itself in forward."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -52,8 +53,11 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
     """A copy of `model` with parameters on the meta device, tied ones once; its buffers are the model's."""
-    buffers: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
-    return copy.deepcopy(model, buffers | _on_meta(model.parameters()))
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    memo |= _on_meta(model.parameters())
+    states = [(quant_state(p), quant_state(memo[id(p)])) for p in model.parameters()]
+    memo |= {id(state): copied for state, copied in states if state is not None}  # their modules have them, too
+    return copy.deepcopy(model, memo)
 
 
 def copy_to_keep(model: nn.Module) -> nn.Module:
@@ -69,16 +73,22 @@ def copy_to_keep(model: nn.Module) -> nn.Module:
     return copied
 
 
-def packed_as(tensor: Tensor, like: Tensor, make: Callable[[Tensor], Tensor] = lambda scales: scales) -> Any:
+def packed_as(tensor: Any, like: object, make: Callable[[Tensor], Tensor] = lambda scales: scales) -> Any:
     """Return `tensor` with the scales of `like`, where that is a weight of bitsandbytes in 4 bits, each one by `make`."""
     if (state := quant_state(like)) is not None:
-        tensor.quant_state = _state_with(state, make)  # type: ignore[attr-defined]
+        tensor.quant_state = _state_with(state, make)
     return tensor
 
 
-def quant_state(tensor: Tensor) -> Any:
-    """Return the ``QuantState`` of a weight of bitsandbytes in 4 bits: its scales and tables; None: it is another tensor."""
-    return getattr(tensor, "quant_state", None)
+def quant_state(weight: object) -> Any:
+    """Return bitsandbytes' ``QuantState`` of a weight in 4 bits, or of its module: scales and tables; None: of others."""
+    return getattr(weight, "quant_state", None)
+
+
+def numbers_of(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has: in 4 bits, several in each element."""
+    state = quant_state(parameter)
+    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def is_unquantised(tensor: Tensor | None) -> bool:
@@ -104,7 +114,11 @@ def _state_with(state: Any, make: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _on_meta(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
-    return {id(param): nn.Parameter(param.detach().to("meta"), param.requires_grad) for param in parameters}
+    def moved(param: nn.Parameter) -> nn.Parameter:
+        return packed_as(nn.Parameter(param.detach().to("meta"), param.requires_grad), param, on_meta)
+
+    on_meta = cache(partial(Tensor.to, device="meta"))  # one table for the scales of all weights
+    return {id(param): moved(param) for param in parameters}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.table import parameters_word
 from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
+from nemo_like.fake.model_copy import numbers_of
 from nemo_like.flags import BATCH_SIZE, FLAGS, PRECISION, SEQ_LEN, check_keywords
 from nemo_like.job import KEYWORDS, AllKeywords, Job
 from nemo_like.models import check_positions, class_taken, most_positions, resolve_model, text_batch
@@ -240,7 +241,7 @@ def tokens_of(sample: Any) -> int | None:
 
 def about(query: PlanQuery, step: Step, name: str) -> str:
     """Return the model, its input and the devices, in a line."""
-    count, job, micro = sum(p.numel() for p in step.model.parameters()), query.job, query.microbatches
+    count, job, micro = sum(map(numbers_of, step.model.parameters())), query.job, query.microbatches
     layers = ", ".join(map(str, query.counts))
     stages = f" in {len(query.stages)} stages of {layers} layers ({query.pp.schedule})" if query.is_pipeline else ""
     times = f"{micro} micro-batches of " if micro > 1 else ""

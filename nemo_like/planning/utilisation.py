@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nemo_like.distributed.expert.split_experts import experts_per_token, find_experts
+from nemo_like.fake.model_copy import numbers_of
 from nemo_like.layers import find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options import Precision
@@ -66,7 +67,7 @@ def _matrices(model: nn.Module) -> Iterator[int]:
             if parameter is None:
                 continue
             if parameter.dim() >= rank and not isinstance(module, nn.Embedding):
-                size = parameter.numel()
+                size = numbers_of(parameter)
                 passes = 1 + parameter.requires_grad + trains_before
                 routed = module in fused or any(name.startswith(f"{experts}.") for experts in listed)
                 yield round(2 * size * passes * (share if routed else 1.0))

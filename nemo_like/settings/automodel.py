@@ -27,7 +27,10 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         values["precision"] = values.pop("_recipe", "fp8")
     values.pop("_recipe", None)
     if values.pop("_four_bit", False):
-        yield "quantization.load_in_4bit = True (no plan is made of weights in 4 bits)"
+        if "lora" not in values:
+            yield "quantization.load_in_4bit = True (without peft)"
+        else:
+            values["four_bit"] = True
     cut_batch(values)
 
 
@@ -76,6 +79,7 @@ TABLE = Format(
         "peft.dim": ("lora", WHOLE),
         "peft.match_all_linear": ("", only(True)),
         "quantization.load_in_4bit": ("_four_bit", switch()),
+        "quantization.bnb_4bit_use_double_quant": ("", only(True)),
         "optimizer._target_": ("optimizer", words(_OPTIMIZERS)),
         "loss_fn._target_": ("loss", words(_LOSSES)),
         "compile.enabled": ("compile", switch("inductor", None)),

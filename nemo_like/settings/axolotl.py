@@ -19,7 +19,10 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
     if adapter is not None:
         values["lora"] = rank or 8
     if values.pop("_four_bit", False) or adapter == "qlora":
-        yield "load_in_4bit = True (no plan is made of weights in 4 bits)"
+        if adapter is None:
+            yield "load_in_4bit = True (without an adapter)"
+        else:
+            values["four_bit"] = True
 
 
 # Keys: axolotl/utils/schemas (config.py, fsdp.py, peft.py, model.py). It trains through accelerate's FSDP2 plugin, so

@@ -69,7 +69,7 @@ def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
     Args:
         job: the job. Its number of ranks must be set.
         more: values by flag that are not in a job: ``model``, ``seq_len``, ``batch_size``, ``dtype``, ``lora``,
-            and ``ac`` in a word, where it is that of a plan.
+            ``four_bit``, and ``ac`` in a word, where it is that of a plan.
 
     Raises:
         ValueError: another suffix; a strategy that is not FSDP2.

@@ -15,6 +15,7 @@ from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert.split_experts import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
+from nemo_like.fake.model_copy import numbers_of
 from nemo_like.flags import CONFIGURATIONS, SEQ_LEN, check_keywords
 from nemo_like.job import KEYWORDS, FixedKeywords, Job, Strategy
 from nemo_like.layers import find_layers
@@ -87,6 +88,7 @@ def fit(
     memory: int | str | None = None,
     dtype: Any = None,
     lora: int | None = None,
+    four_bit: bool = False,
     sample: Callable[[int], Any] | None = None,
     count: int = CONFIGURATIONS,
     minutes: float | None = None,
@@ -106,6 +108,7 @@ def fit(
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
             (peft). None: all trains.
+        four_bit: with `lora`, frozen linears have 4 bits, as in QLoRA (bitsandbytes).
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
         minutes: end the search after so many, with the best so far; None: when the fastest is known.
@@ -135,6 +138,8 @@ def fit(
             raise ValueError(
                 f"lora is {lora}, and model is a {type(model).__name__}, not a name. Put adapters into it before (peft)."
             )
+    if four_bit and lora is None:
+        raise ValueError("four_bit is True, and without lora all weights train, in 16 or 32 bits. Give lora too.")
     if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
         raise ValueError(f"minutes is {minutes!r}; it must be a number above 0, or None.")
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -159,7 +164,7 @@ def fit(
     ]
 
     def search() -> FitReport:
-        report = _searched(model, questions, dtype, lora, sample, count, progress, until)
+        report = _searched(model, questions, dtype, lora, four_bit, sample, count, progress, until)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -172,6 +177,7 @@ def _searched(
     questions: Sequence[Question],
     dtype: Any,
     lora: int | None,
+    four_bit: bool,
     sample: Callable[[int], Any] | None,
     count: int,
     say: Say,
@@ -184,7 +190,8 @@ def _searched(
     if isinstance(model, str):
         built, source = resolve_model(model).built("meta", dtype)
         sample = source.sample_of if sample is None and source.sample is not None else sample
-        built = built if lora is None else with_adapters(built.train(), lora, questions[0].job.param_dtype)
+        if lora is not None:
+            built = with_adapters(built.train(), lora, questions[0].job.param_dtype, four_bit=four_bit)
     assert isinstance(built, nn.Module)
     search = make_search(built, questions, sample, say, until, name)
     found = search.run(count)
@@ -196,7 +203,7 @@ def _searched(
     return FitReport(
         question,
         name,
-        sum(p.numel() for p in built.parameters()),
+        sum(map(numbers_of, built.parameters())),
         tuple(found.best),
         dict(found.rejected),
         nearest,
@@ -208,6 +215,7 @@ def _searched(
         },
         off=found.off,
         lora=lora,
+        four_bit=four_bit,
         class_taken=class_taken(built),
         kind=kind_of(built, found.best[0].job if found.best else question.job, question.seq_len),
         interrupted=found.interrupted,

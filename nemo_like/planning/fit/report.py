@@ -376,6 +376,8 @@ class FitReport:
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     lora: int | None = None
     """Rank of the adapters that alone train; None: the parameters that the model itself trains."""
+    four_bit: bool = False
+    """True where frozen linears have 4 bits (QLoRA)."""
     class_taken: str = ""
     """Words for the class of the model, where its config names another."""
     stored: torch.dtype = torch.float32
@@ -448,7 +450,8 @@ class FitReport:
         batch = "" if question.global_batch is None else f", {question.global_batch} per step"
         names = {candidate.job.step.optimizer for candidate in self.candidates} or {question.job.step.optimizer}
         optimizer = f", {names.pop()}" if len(names) == 1 else ""
-        lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is frozen,"
+        frozen = "frozen, linears in 4 bits," if self.four_bit else "frozen,"
+        lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is {frozen}"
         return (
             f"{self.model} ({parameters_word(self.parameters)} parameters){self.class_taken}{lora} on {question.gpus} x "
             f"{question.device.name}, sequences of {question.seq_len} tokens{batch}{optimizer}; "
@@ -531,6 +534,7 @@ class FitReport:
             "model": self.model,
             "parameters": self.parameters,
             "lora": self.lora,
+            "four_bit": self.four_bit,
             "gpus": question.gpus,
             "gpu": question.device.name,
             "seq_len": question.seq_len,

@@ -55,7 +55,7 @@ from nemo_like.planning.trace.kinds import KindFacts, ModelFacts, ModelTrace, Tr
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
 from nemo_like.planning.trace.store import contents_of_integers, current_store, digest
-from nemo_like.precision import check_capability, check_float8, float8_linears
+from nemo_like.precision import check_capability, check_float8, check_four_bits, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
 
 # Modes that are planned without a budget: those that `TracedPart.uniform` takes.
@@ -140,6 +140,7 @@ class TracedPart:
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         self.whole = self.model = in_four_bits(model_copy(model))
+        check_four_bits(self.model, job)
         if not self.is_stage:
             keep_documents_apart(self.model)
         check_float8_plan(job, self.device)
@@ -574,6 +575,7 @@ def in_four_bits(model: nn.Module) -> nn.Module:
                 how = {name: getattr(weight, name) for name in _HOW}
                 data, state = bitsandbytes.functional.quantize_4bit(weight.data.to("meta"), **how)
                 module.weight = type(weight)(data, quant_state=state, bnb_quantized=True, **how)
+                module.quant_state = state
     return model
 
 

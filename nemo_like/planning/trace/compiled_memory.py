@@ -24,7 +24,7 @@ from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, storag
 from nemo_like.activation_checkpointing.engine.compiled import torch_policy_fn
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Policy
-from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.model_copy import leaves_of, packed_as, with_state
 from nemo_like.fake.run import FakeRun
 from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
 from nemo_like.planning.trace.kinds import BlockKind
@@ -101,7 +101,7 @@ def traced_block(
     ops: list[Any] = []  # Operators of forward, each by its label.
 
     def forward(primals: Iterable[Tensor]) -> list[Tensor]:
-        by_id = {id(tensor): _like(tensor, primal) for tensor, primal in zip(given, primals)}
+        by_id = {id(tensor): packed_as(_like(tensor, primal), tensor) for tensor, primal in zip(given, primals)}
 
         def swap(tensor: Tensor) -> Tensor:
             return by_id.get(id(tensor), tensor)
