@@ -63,11 +63,11 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
 def copy_to_keep(model: nn.Module) -> nn.Module:
     """A `model_copy` to plan from later, whatever becomes of `model`; it is copied again each time.
 
-    Its parameters are on the meta device, tied ones once. Those of other classes (4 bits) are the model's.
+    Its parameters are on the meta device, tied ones once. Those of other classes, but for 4 bits, are the model's.
     """
     copied = model_copy(model)
     del copied.__dict__[_MARK]
-    moved = _on_meta(parameter for parameter in copied.parameters() if type(parameter) is nn.Parameter)
+    moved = _on_meta(p for p in copied.parameters() if type(p) is nn.Parameter or quant_state(p) is not None)
     for module in copied.modules():
         module._parameters.update({n: moved[id(p)] for n, p in module._parameters.items() if id(p) in moved})
     return copied

@@ -11,7 +11,7 @@ from nemo_like._util.console import check_new_folder, check_writable, flag, toke
 from nemo_like._util.option_fields import AnyOptions, Condition, Options, option
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, flags_on, job_of
-from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, parse_ac, parse_bytes
+from nemo_like.options import ADAMW, FLOAT8, parse_ac, parse_bytes
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
 from nemo_like.recipes import JOBS
@@ -374,9 +374,5 @@ class FinetuneOptions(SharedOptions):
             raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
         if self.qlora:
             object.__setattr__(self, "lora", True)
-        budget = isinstance(parse_ac(self.ac), MemoryBudget)
-        if self.qlora and (self.fit or budget):
-            word = "--fit" if self.fit else f"--ac {self.ac}"
-            raise ValueError(f"{word} makes a plan, and none is made of weights in 4 bits. Use --ac full or selective.")
         if self.fit_memory is not None:
             parse_bytes(self.fit_memory, "--fit-memory")

@@ -118,15 +118,21 @@ def test_of_messages_the_assistants_turns_count(files: dict[str, str], tmp_path:
 
 
 def test_weights_of_four_bits_train_adapters(files: dict[str, str], tmp_path: Path) -> None:
-    for ac in ("none", "selective"):
+    for ac in ("none", "selective", "50%"):
         assert _run(files, tmp_path / ac, f"--qlora --ac {ac}") == 0
-    none, selective = (_opened(files, tmp_path / ac).state_dict() for ac in ("none", "selective"))
-    assert all(torch.equal(none[name], selective[name]) for name in none)
+    none, *others = (_opened(files, tmp_path / ac).state_dict() for ac in ("none", "selective", "50%"))
+    assert all(torch.equal(none[name], other[name]) for other in others for name in none)
     assert any("lora_B" in name and tensor.any() for name, tensor in none.items())
 
 
+@pytest.mark.parametrize(("adapters", "most"), [("", 6), pytest.param("--qlora", 5, marks=pytest.mark.long)])
 def test_fit_chooses_what_the_memory_holds(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    adapters: str,
+    most: int,
 ) -> None:
     peaks, train = [], finetune.Trainer.train
 
@@ -137,12 +143,12 @@ def test_fit_chooses_what_the_memory_holds(
         return result
 
     monkeypatch.setattr(finetune.Trainer, "train", counted)
-    for name, line in (("asked", ""), ("fitted", "--fit --fit-memory 6MiB")):
-        assert _run(files, tmp_path / name, f"--batch-size 16 --ac none --eval-samples 0 {line}") == 0
+    for name, line in (("asked", ""), ("fitted", f"--fit --fit-memory {most}MiB")):
+        assert _run(files, tmp_path / name, f"{adapters} --batch-size 16 --ac none --eval-samples 0 {line}") == 0
     said = re.search(r"--fit chose --ac (\S+) --batch-size (\d+) --grad-accum (\d+)", capsys.readouterr().out)
     assert said and int(said[2]) * int(said[3]) == 16 and math.prod(map(int, said.groups()[1:])) == 16
     assert _losses(tmp_path / "fitted") == pytest.approx(_losses(tmp_path / "asked"), rel=1e-4)
-    assert peaks[1] <= 6 * 2**20 < peaks[0]
+    assert peaks[1] <= most * 2**20 < peaks[0]
 
 
 BAD_DATA = {
