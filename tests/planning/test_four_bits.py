@@ -1,6 +1,7 @@
 """Plans of frozen weights in 4 bits, against bitsandbytes on the CPU: bytes of the weights, and the peak of a step."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _loaded(
-    folder: Path, *, double: bool, dtype: torch.dtype = torch.float32, targets: str = "all-linear"
+def loaded(
+    folder: Path,
+    *,
+    double: bool,
+    dtype: torch.dtype = torch.float32,
+    targets: str = "all-linear",
+    quant_storage: torch.dtype = torch.uint8,
 ) -> nn.Module:
     """A model as transformers loads it in 4 bits, with peft's adapters."""
     how = transformers.BitsAndBytesConfig(
@@ -49,17 +55,27 @@ def _loaded(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=quant_storage,
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=how)
     adapters = peft.LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
     return peft.get_peft_model(model, adapters).train()
 
 
-def _scales(model: nn.Module) -> list[torch.Tensor]:
+def scales_of(weights: Iterable[Any]) -> list[torch.Tensor]:
     """All that bitsandbytes keeps next to its weights."""
-    states = [p.quant_state for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    states = [weight.quant_state for weight in weights]
     every = [state for state in (*states, *(state.state2 for state in states)) if state is not None]
     return [t for state in every for t in vars(state).values() if isinstance(t, torch.Tensor)]
+
+
+def _scales(model: nn.Module) -> list[torch.Tensor]:
+    return scales_of(p for p in model.parameters() if type(p).__name__ == "Params4bit")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of the adapters that makes no copies of all of them at once."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
 def _named(*, four_bit: bool = True, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> nn.Module:
@@ -69,19 +85,20 @@ def _named(*, four_bit: bool = True, dtype: torch.dtype = torch.bfloat16, **size
     return with_adapters(model.train(), 8, dtype, four_bit=four_bit)
 
 
-def _query(model: nn.Module, job: Job = SINGLE, gpu: str = "cpu", tokens: int = 8) -> PlanQuery:
+def query_of(model: nn.Module, job: Job = SINGLE, gpu: str = "cpu", tokens: int = 8) -> PlanQuery:
+    """A query for one sequence."""
     return PlanQuery.from_model(model, text_batch(1, tokens), job.change(gpu=gpu))
 
 
 @pytest.mark.parametrize("double", [True, False])
 def test_planned_weights_have_the_bytes_of_bitsandbytes(folder: Path, double: bool) -> None:
-    model = _loaded(folder, double=double)
-    assert _query(model).stages[0].sharding.params == bytes_of([*model.parameters(), *_scales(model)])
+    model = loaded(folder, double=double)
+    assert query_of(model).stages[0].sharding.params == bytes_of([*model.parameters(), *_scales(model)])
 
 
-def test_a_model_by_name_has_the_bytes_of_the_one_that_is_loaded(folder: Path) -> None:
-    loaded = _loaded(folder, double=True, dtype=torch.bfloat16)
-    assert _query(_named()).stages[0].sharding.params == bytes_of([*loaded.parameters(), *_scales(loaded)])
+def test_a_model_by_name_has_the_bytes_of_the_one_that_isloaded(folder: Path) -> None:
+    model = loaded(folder, double=True, dtype=torch.bfloat16)
+    assert query_of(_named()).stages[0].sharding.params == bytes_of([*model.parameters(), *_scales(model)])
 
 
 # Of one adapter behind all other linears, none of these has a backward: the peak is in forward.
@@ -90,10 +107,10 @@ def test_a_model_by_name_has_the_bytes_of_the_one_that_is_loaded(folder: Path) -
     [("none", False, "all-linear"), ("full", True, "all-linear"), ("none", True, r".*layers\.1.*down_proj")],
 )
 def test_the_peak_of_a_step(folder: Path, ac: str, double: bool, targets: str) -> None:
-    model = _loaded(folder, double=double, targets=targets)
-    query = _query(model)
+    model = loaded(folder, double=double, targets=targets)
+    query = query_of(model)
     model, kept, batch = parallelize(model, SINGLE.change(ac=ac)), list[Any](), text_batch(1, 8)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+    optimizer = adamw(model)
 
     def step() -> None:
         kept[:] = [model(**batch)]
@@ -116,7 +133,7 @@ def test_linears_in_4_bits_have_less_than_a_third_of_the_bytes_of_16_and_take_th
     """Half a byte a number and a scale for 64: unpacked to two bytes at the bandwidth of the data sheet, in each product."""
     wide = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32}
     models = [_named(four_bit=four_bit, **wide) for four_bit in (False, True)]
-    queries = [_query(model, SINGLE.change(precision="bf16"), "h100-80gb", tokens=1024) for model in models]
+    queries = [query_of(model, SINGLE.change(precision="bf16"), "h100-80gb", tokens=1024) for model in models]
     linears = {name: p.numel() for name, p in models[0].named_parameters() if "proj.base_layer" in name}
     halves, packed = (query.stages[0].sharding.params for query in queries)
     rest = halves - 2 * sum(linears.values())
@@ -139,4 +156,4 @@ def test_linears_in_4_bits_have_less_than_a_third_of_the_bytes_of_16_and_take_th
 )
 def test_packed_bytes_are_no_matrix(asked: dict[str, Any], dtype: torch.dtype, words: str) -> None:
     with pytest.raises(ValueError, match=f"q_proj.base_layer.weight' has 4 bits .*{words}"):
-        _query(_named(dtype=dtype), Job.of(**asked), "h100-80gb")
+        query_of(_named(dtype=dtype), Job.of(**asked), "h100-80gb")
