@@ -33,7 +33,7 @@ from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline.cut import repeated
 from nemo_like.distributed.pipeline.pipeline import Pipeline, tie, trust
 from nemo_like.distributed.update_in_backward import optimizer_in_backward
-from nemo_like.fake.model_copy import copy_on_meta, packed_as, quant_state, scales_of
+from nemo_like.fake.model_copy import copy_on_meta, packed_as, scales_of
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job, as_code
@@ -261,12 +261,11 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
         }
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
-    states = [state for module in modules for part in module.modules() if (state := quant_state(part)) is not None]
-    whole = [*averaged.values(), *(scales for state in states for scales in scales_of(state))]
+    scales = [t for module in modules for part in module.modules() for t in scales_of(part)]
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _scales_found():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own([*map(local_part, parallelized.parameters()), *whole], PARAMETERS)
+            ledger.own([*map(local_part, parallelized.parameters()), *averaged.values(), *scales], PARAMETERS)
             ledger.begin()
             go()
             ledger.phase = "optimizer step"
@@ -413,8 +412,7 @@ def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 module._parameters[name] = one(parameter)
-        if quant_state(module) is not None:  # of a weight in 4 bits that FSDP2 shards
-            packed_as(module, module, one)
+        packed_as(module, module, one)  # of a weight in 4 bits that FSDP2 shards
     for model in models:
         if isinstance(model, FSDPModule):  # which pads its own
             model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)

@@ -41,8 +41,7 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
         memo[id(module)] = object.__new__(type(module))
         for tensor in tensors_in([*vars(module).values()]):
             memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
-            if (state := quant_state(tensor)) is not None:  # its module has it, too
-                memo[id(state)] = state
+            memo[id(quant_state(tensor))] = quant_state(tensor)  # which its module has, too; None is its own copy
     for module in modules:
         attributes = {name: _attribute(module, name, value, memo) for name, value in vars(module).items()}
         memo[id(module)].__dict__.update(attributes)
@@ -55,8 +54,7 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
     """A copy of `model` with parameters on the meta device, tied ones once; its buffers are the model's."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     memo |= _on_meta(model.parameters())
-    states = [(quant_state(p), quant_state(memo[id(p)])) for p in model.parameters()]
-    memo |= {id(state): copied for state, copied in states if state is not None}  # their modules have them, too
+    memo |= {id(quant_state(p)): quant_state(memo[id(p)]) for p in model.parameters()}  # which modules have, too
     return copy.deepcopy(model, memo)
 
 
@@ -96,29 +94,24 @@ def is_unquantised(tensor: Tensor | None) -> bool:
     return not getattr(tensor, "bnb_quantized", True)
 
 
-def scales_of(state: Any) -> list[Tensor]:
-    """Return the tensors of a ``QuantState``, with those of the state of its scales."""
-    found: list[Tensor] = []
-    _state_with(state, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+def scales_of(weight: object) -> list[Tensor]:
+    """Return the tensors of a `quant_state`, with those of the state of its scales; none of others."""
+    states = [quant_state(weight), getattr(quant_state(weight), "state2", None)]
+    return [t for state in states if state is not None for t in tensors_in([*vars(state).values()])]
 
 
 def _state_with(state: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    copied = copy.copy(state)
-    for name, value in vars(state).items():
-        if isinstance(value, Tensor):
-            setattr(copied, name, make(value))
-        elif type(value) is type(state):
-            setattr(copied, name, _state_with(value, make))
+    def one(value: Any) -> Any:
+        return make(value) if isinstance(value, Tensor) else _state_with(value, make) if type(value) is kind else value
+
+    copied, kind = copy.copy(state), type(state)
+    vars(copied).update({name: one(value) for name, value in vars(state).items()})
     return copied
 
 
 def _on_meta(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
-    def moved(param: nn.Parameter) -> nn.Parameter:
-        return packed_as(nn.Parameter(param.detach().to("meta"), param.requires_grad), param, on_meta)
-
     on_meta = cache(partial(Tensor.to, device="meta"))  # one table for the scales of all weights
-    return {id(param): moved(param) for param in parameters}
+    return {id(p): packed_as(nn.Parameter(p.detach().to("meta"), p.requires_grad), p, on_meta) for p in parameters}
 
 
 @contextmanager

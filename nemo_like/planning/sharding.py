@@ -25,7 +25,7 @@ from nemo_like._util.live_bytes import storages_of
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
-from nemo_like.fake.model_copy import quant_state, scales_of
+from nemo_like.fake.model_copy import scales_of
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.options.parallel import FSDP2, Precision, ranks_between, unit_reshards
 from nemo_like.torch_compat import local_part
@@ -191,10 +191,9 @@ class ParameterForms:
         by_parameter = {id(p): name for name, p in named.items()}
         self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
         self.embedding_names = frozenset(by_parameter[id(p)] for p in (plan.embedding.params if plan.embedding else ()))
-        states = [state for p in model.parameters() if (state := quant_state(p)) is not None]
-        storages = {id(s): s for state in states for s in storages_of(scales_of(state))}
+        scales = [t for p in model.parameters() for t in scales_of(p)]
         # Bytes of the scales of weights in 4 bits. They are not parameters, so that FSDP2 does not shard them.
-        self.scales = sum(storage.nbytes() for storage in storages.values())
+        self.scales = sum(storage.nbytes() for storage in dict.fromkeys(storages_of(scales)))
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.

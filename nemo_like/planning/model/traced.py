@@ -557,9 +557,6 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     return (every if names <= {layer.fqn for layer in every} else chosen), names
 
 
-_HOW = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-
-
 def in_four_bits(model: nn.Module) -> nn.Module:
     """Put weights as they are in 4 bits, on the meta device, in the place of those that bitsandbytes has still to quantise.
 
@@ -572,7 +569,10 @@ def in_four_bits(model: nn.Module) -> nn.Module:
         with patch.dict(bitsandbytes.functional.name2qmap, clear=True):
             for module in waiting:
                 weight: Any = module.weight
-                how = {name: getattr(weight, name) for name in _HOW}
+                how = {
+                    name: getattr(weight, name)
+                    for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+                }
                 data, state = bitsandbytes.functional.quantize_4bit(weight.data.to("meta"), **how)
                 module.weight = type(weight)(data, quant_state=state, bnb_quantized=True, **how)
                 module.quant_state = state

@@ -245,18 +245,15 @@ def settings_of(module: nn.Module) -> tuple:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (
         *((name, type(part), _plain_attributes(part)) for name, part in module.named_modules()),
-        *((name, tuple(local_part(t).shape), t.dtype, t.requires_grad, *_packing(t)) for name, t in tensors),
+        *(
+            (name, tuple(local_part(t).shape), t.dtype, t.requires_grad, (q := quant_state(t)) and _plain_attributes(q))
+            for name, t in tensors
+        ),
     )
 
 
-def _packing(tensor: torch.Tensor) -> tuple:
-    """Return all that tells one weight in 4 bits from another of as many bytes."""
-    state = quant_state(tensor)
-    return () if state is None else (tuple(state.shape), state.dtype, state.blocksize, state.nested)
-
-
-def _plain_attributes(part: nn.Module) -> tuple:
-    """Return the plain attributes of a module by name, but for its own index."""
+def _plain_attributes(part: object) -> tuple:
+    """Return the plain attributes of a module, or of the state of a weight in 4 bits, by name, but for its own index."""
     attributes = sorted(vars(part).items())
     return tuple((k, v) for k, v in attributes if _plain(v) and not any(word in k for word in _OWN_INDEX))
 
