@@ -18,9 +18,10 @@ from nemo_like.planning.model.traced import with_adapters
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.utilisation import StepFlops
 from tests_distributed.allocated import bytes_of, step_peak_bytes
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 
 # One wide linear made whole is the peak of a step of so few tokens.
 CONFIG = transformers.LlamaConfig(
@@ -123,6 +124,16 @@ def test_the_peak_of_a_step(folder: Path, ac: str, double: bool, targets: str) -
     assert peak_of(query, query.uniform(ac)).total == pytest.approx(measured, abs=256)
 
 
+def test_weights_that_are_quantised_later_are_planned_as_they_are_then() -> None:
+    """On its way to a device, bitsandbytes quantises a weight."""
+    linears = [bitsandbytes.nn.Linear4bit(128, 192, bias=False, quant_type="nf4") for _ in range(2)]
+    model = nn.Sequential(*(nn.Sequential(linear, nn.Linear(192, 128)) for linear in linears))
+    job, sample = SINGLE.change(gpu="cpu", layers=("0", "1")), torch.zeros(2, 128)
+    waiting = PlanQuery.from_model(model, sample, job).stages[0].sharding.params
+    moved = model.to("cpu")
+    assert waiting == bytes_of([*moved.parameters(), *_scales(moved)])
+
+
 def test_a_dry_run_on_two_ranks_has_the_peak_of_the_plan() -> None:
     job = Job.of(world_size=2, precision="bf16", ac="full", gpu="h100-80gb", step=StepSpec(optimizer="adamw"))
     found = dry_run(_named(), job, text_batch(1, 8), layers=None)
@@ -134,6 +145,7 @@ def test_linears_in_4_bits_have_less_than_a_third_of_the_bytes_of_16_and_take_th
     wide = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32}
     models = [_named(four_bit=four_bit, **wide) for four_bit in (False, True)]
     queries = [query_of(model, SINGLE.change(precision="bf16"), "h100-80gb", tokens=1024) for model in models]
+    assert StepFlops.count(models[0]) == StepFlops.count(models[1])
     linears = {name: p.numel() for name, p in models[0].named_parameters() if "proj.base_layer" in name}
     halves, packed = (query.stages[0].sharding.params for query in queries)
     rest = halves - 2 * sum(linears.values())
