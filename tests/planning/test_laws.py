@@ -84,20 +84,6 @@ JOBS: dict[str, Any] = {
 }
 
 
-def laws(**more: Any) -> Callable[[Any], Any]:
-    """Draw jobs: a few in each run, and 2,000 where long tests run."""
-
-    def law(check: Any) -> Any:
-        few = given(gpu=st.sampled_from(GPUS), mode=st.sampled_from(MODES), **JOBS | more)
-        short = settings(max_examples=12, deadline=None)(few(check))
-        long = settings(max_examples=400, deadline=None)(few(check))
-        return pytest.mark.parametrize("law", [short, pytest.param(long, marks=pytest.mark.long)], ids=["few", "all"])(
-            lambda law: law()
-        )
-
-    return law
-
-
 def _sums(gpu: str, mode: str, **job: Any) -> None:
     of = on(gpu, *job.values())
     choices = of.uniform(mode)
@@ -146,13 +132,31 @@ def _compiled(gpu: str, mode: str, **job: Any) -> None:
     assert compiled[0] <= eager[0] * (1 + SAME)
 
 
-test_parts_sum_to_the_step_and_labels_to_the_peak = laws()(_sums)
-test_no_step_is_faster_than_its_flops_at_the_peak = laws()(_flops)
-test_twice_the_tokens_take_no_less_and_at_most_four_times_as_much = laws()(_tokens)
-test_more_ranks_hold_no_more_state = laws()(_ranks)
-test_a_mode_that_keeps_more_recomputes_no_more = laws()(_recomputed)
-test_smaller_chunks_of_a_loss_are_never_faster = laws()(_chunks)
-test_compiled_layers_are_never_slower = laws()(_compiled)
+LAWS: dict[str, Callable[..., None]] = {
+    "parts sum to the step, and labels to the peak": _sums,
+    "no step is faster than its FLOPs at the peak": _flops,
+    "twice the tokens take no less, and at most four times as much": _tokens,
+    "more ranks hold no more state": _ranks,
+    "a mode that keeps more recomputes no more": _recomputed,
+    "smaller chunks of a loss are never faster": _chunks,
+    "compiled layers are never slower": _compiled,
+}
+
+
+def check(law: str, draws: int, **fixed: Any) -> None:
+    drawn = given(gpu=st.sampled_from(GPUS), mode=st.sampled_from(MODES), **JOBS | fixed)(LAWS[law])
+    settings(max_examples=draws, deadline=None)(drawn)()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_law_holds(law: str) -> None:
+    check(law, 10, name=st.just("llama"), precision=st.just("bf16"), compiled=st.just(False), tokens=st.just(512))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("law", LAWS)
+def test_a_law_holds_for_2000_draws_in_all(law: str) -> None:
+    check(law, 2000 // len(LAWS) + 1)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

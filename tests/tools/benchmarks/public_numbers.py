@@ -39,6 +39,7 @@ from nemo_like.options import (
 )
 from nemo_like.planning.accuracy import DENSE, LONG
 from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.planning.model.traced import with_adapters
 from nemo_like.planning.predictions.rank import fullest_peaks, parts_at_peak, rank_peak
 from nemo_like.planning.predictions.reserved import Reserved, reserved_on, reserved_within
 from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
@@ -322,6 +323,8 @@ def model_of(row: Row) -> nn.Module:
         transformers.AttentionInterface.register("repeated", repeated_keys)
         source.config._attn_implementation = "repeated"
     model, _ = source.built("meta", torch.bfloat16 if _in_bf16(row) else None)
+    if row.precision.startswith("qlora"):
+        return with_adapters(model.train(), int(row.precision.split("r")[-1]), torch.bfloat16, four_bit=True)
     if row.precision.startswith("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -330,9 +333,7 @@ def model_of(row: Row) -> nn.Module:
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     if _titan_before(row, "2024-07") or (row.project == "prime-rl" and not _chunks_of_rl(row)):  # float32 is returned
         model.lm_head.__class__ = Float32Head  # a plan's copy of the model has no hooks of others
-    if "qlora" not in row.precision:
-        return model
-    raise ValueError(f"Row {row.id} has weights in 4 bits, of which no plan is made.")
+    return model
 
 
 def repeated_keys(
