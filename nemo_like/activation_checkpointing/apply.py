@@ -67,7 +67,8 @@ def apply_specs(
                 regions.append(Checkpointed(chosen[name], use_reentrant=spec.use_reentrant, **how))
             else:
                 regions.append(SegmentMember(chosen[name], segment, position, **how))
-            if spec.keeps_something and len(spec.members) == 1:
+            inner = getattr(spec.policy, "inner", spec.policy)  # of `KeepRouting`: eager code has those operators
+            if spec.keeps_something and not getattr(inner, "keeps_nothing", False) and len(spec.members) == 1:
                 vars(chosen[name])[SELECTIVE_AC_WRAPPER_FLAG] = True
     for region in regions:
         region.put()

@@ -97,11 +97,6 @@ class Traced:
         Raises:
             ValueError: the model cannot be traced, or cut into the stages of the job.
         """
-        if job.partitioner is not None and job.ep.size > 1:
-            raise ValueError(
-                f"compile is {job.compile!r} and ep is {job.ep.size}: split experts run outside of the compiled graph, and "
-                "no plan is made of a layer in several graphs. Leave one of the two out."
-            )
         job = replace(job, layers=self.layers)
         if job.pp.size == 1:
             part = self._part(job, "whole", lambda: (self.given, self.sample))
@@ -220,7 +215,7 @@ class Stage:
 
         fixed: names that all choices keep.
         """
-        return self.part.stack(skip=self.skip, host=self.host, fixed=fixed)
+        return self.part.stack(skip=self.skip, host=self.host, fixed=fixed, compiled=self.job.compile is not None)
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full``, ``selective``, or lists of names as a word."""

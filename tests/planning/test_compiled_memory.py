@@ -18,11 +18,14 @@ from nemo_like.planning.model import traced
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of, peaks_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace.compiled_memory import CompiledBlock, compiled_memory, traced_block
+from nemo_like.planning.selection.layer import eager_experts, fused
+from nemo_like.planning.trace.compiled_memory import CompiledBlock, Graph, compiled_memory, traced_block
 from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events
 from tests.models import tiny
+from tests.models.expert_families import NAMES, build, tokens
 from tests.said import said
 
 ROWS, LENGTH = 2, 64
@@ -151,6 +154,36 @@ def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bo
         out = layer(given, position_embeddings=positions)
     held, _ = _saved(out, (*model.parameters(), given, *positions))
     assert held == call.events.held
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", NAMES)
+def test_experts_on_other_ranks_run_eagerly_between_graphs(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Measured peaks are in `tests_distributed/planning/test_planning_ranks.py`. A region that keeps tensors is eager."""
+    ids = tokens(2, 48)
+    job = Job.of(world_size=2, ep=2, device="cpu", optimizer="sgd")
+    eager = PlanQuery.from_model(build(family), {"input_ids": ids, "labels": ids}, job)
+    compiled = eager.under(job.change(compile="inductor"))
+    traces = [problem.trace.ops for problem in eager.stages[0].part.problems]
+    for ac in ("none", "full", "selective"):
+        choices = eager.uniform(ac)
+        before, after = (each.stages[0].layer_calls(choices[0], False)[-1].events for each in (eager, compiled))
+        seconds = [step_seconds(each, choices).total for each in (eager, compiled)]
+        if ac == "selective":  # a dense layer is one graph, with its region
+            assert after == before and (seconds[0] == seconds[1]) == all(map(eager_experts, traces))
+            assert any("runs eagerly around split experts" in record.message for record in said(caplog))
+        else:
+            assert after.held <= before.held and after.backward_peak < before.backward_peak and seconds[0] > seconds[1]
+    inside = [traces[-1][at] for at in eager_experts(traces[-1])]
+    assert inside == [fused(traces[-1])[at] for at in eager_experts(traces[-1])]
+    sent = [op for op in traces[-1] if op.op.name() == "nemo_like::exchange_rows"]
+    assert sent and all(op in inside for op in sent)
+
+
+def test_parts_of_a_split_tensor_are_no_storages() -> None:
+    graph = make_fx(lambda x: [part @ part for part in (x @ x).split(2)], tracing_mode="fake")(torch.zeros(4, 2)[:2]).graph
+    log, _ = Graph(graph, True).log({}, iter(range(1, 9)))
+    assert [size for _, size in log if size] == [16, 16]
 
 
 def test_storages_that_one_kernel_reads_last_go_in_the_order_of_the_program() -> None:

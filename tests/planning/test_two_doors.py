@@ -96,7 +96,6 @@ def test_a_plan_reports_every_mode_whatever_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--gpus 4 --ep 2 --compile inductor", "compile is 'inductor' and ep is 2: .* Leave one of the two out"),
         ("--gpus 2 --lora 4", "has fused experts, around whose weights peft puts adapters: .* Give module:function"),
     ],
 )

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from nemo_like import Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.models import resolve_model
-from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.options import ExpertParallel, MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import Plan, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
@@ -19,7 +20,8 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
 from tests.checks import assert_bitwise, labelled, seeded, step, update
 from tests.planning.queries import plan_of
-from tests_distributed.allocated import allocator_events, step_peak_bytes
+from tests_distributed.allocated import allocator_events, loop_peak_bytes, step_peak_bytes
+from tests_distributed.planning.peak_families import build, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -152,6 +154,37 @@ def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
     with torch._functorch.config.patch(donated_buffer=False):  # a backward in halves runs a graph twice
         predicted, counted = _kept_between_halves(query, "none", lambda layer: layer.compile(backend="aot_eager"))
     assert counted < predicted
+
+
+def _compiled_around_experts(rank: int, world_size: int, cells: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, int]]:
+    """Peak of each job, and the graphs that were made for it."""
+    found = []
+    for family, job in cells:
+        torch.compiler.reset()
+        counters.clear()
+        model = parallelize(seeded(build, family), device="cpu", **job)
+        found.append((loop_peak_bytes(model, labelled(tokens(2)), lr=0.0), counters["stats"]["unique_graphs"]))
+    return found
+
+
+@pytest.mark.long
+def test_experts_on_other_ranks_between_graphs_peak_as_planned() -> None:
+    """All rows go to the experts of one rank. Regions that keep tensors run eagerly, and no graph is made of them."""
+    jobs = [
+        (family, {"ac": ac, "ep": ExpertParallel(2, imbalance=2.0), "compile": compile})
+        for family in ("qwen3_moe", "mixtral")
+        for ac in MODES[:3]
+        for compile in (None, "aot_eager")
+    ]
+    off = []
+    for (family, job), *ranks in zip(jobs, *run_ranks(2, _compiled_around_experts, jobs, timeout=200)):
+        query = PlanQuery.from_model(seeded(build, family), labelled(tokens(2)), Job.of(world_size=2, device="cpu", **job))
+        peak, graphs = max(ranks)
+        assert bool(graphs) == (job["compile"] is not None and job["ac"] != "selective")
+        off.append((peak_of(query, query.uniform(job["ac"])).total - peak) / peak)
+        assert abs(off[-1]) <= 0.01, (family, job)
+    # The difference is in eager layers, too.
+    assert all(abs(eager - compiled) <= 0.001 for eager, compiled in zip(off[::2], off[1::2])), off
 
 
 def _plan(rank, world_size, budget):

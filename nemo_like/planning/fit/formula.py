@@ -165,21 +165,29 @@ class Formula:
         groups = Counter((call.kind, *each) for call, *each in zip(part.traced.calls, *choices))
         for (kind, *chosen), count in groups.items():
             problem = part.problems[kind]
-            block = BlockSeconds.from_problem(problem, compiled=job.compile is not None)
             ops = problem.trace.ops
             places = places_of(ops, self.whole[kind])
-            placed = zip(ops if job.compile is None else fused(ops), places)
-            records = [each for each in placed if not each[0].view]
-            again = [
-                [word == "recompute" and at < problem.reachable for at, word in enumerate(choice.decisions)]
-                + [False] * len(records)
-                for choice in chosen
-            ]
             trains = problem.trace.saves_something
-            for (op, place), seconds, more, *each in zip(records, block.kernels, block.backward_times, *again):
-                if op.flops and not facts(op.op).attention:
-                    place = WHOLE if place == WHOLE or _is_narrow(op) else SPLIT
-                rows.append((seconds, place, count, count * more * trains, *(count * word for word in each)))
+            compiles = [job.compile is not None and problem.compiles(choice) for choice in chosen]
+            blocks = {way: BlockSeconds.from_problem(problem, compiled=way) for way in {any(compiles), *compiles}}
+            block = blocks[any(compiles)]
+            for compiled, seconds_of_way in blocks.items():
+                is_usual = compiled == any(compiles)
+                records = [pair for pair in zip(fused(ops) if compiled else ops, places) if not pair[0].view]
+                for at, (op, place) in enumerate(records):
+                    if op.flops and not facts(op.op).attention:
+                        place = WHOLE if place == WHOLE or _is_narrow(op) else SPLIT
+                    times = 1 + seconds_of_way.backward_times[at] * trains
+                    # A mode that leaves the layers eager adds their operators, and takes the compiled ones away.
+                    added = [
+                        times * (not is_usual)
+                        + (choice.decisions[at : at + 1] == ("recompute",) and at < problem.reachable)
+                        if way == compiled
+                        else -times * is_usual
+                        for choice, way in zip(chosen, compiles)
+                    ]
+                    often = (1, times - 1, *added) if is_usual else (0, 0, *added)
+                    rows.append((seconds_of_way.kernels[at], place, *(count * number for number in often)))
             for op, place in zip(ops, places):
                 self.saved[place] += count * op.bytes * op.needed
             sums["inputs"] += count * problem.trace.input_bytes
@@ -194,9 +202,10 @@ class Formula:
                     held_bytes = events.held + problem.trace.input_bytes
                 by_mode["held"][at] += count * held_bytes
                 for name, split, cut in _LAUNCHING:
-                    products = block.products * split
+                    way = blocks[compiles[at]]
+                    products = way.products * split
                     seconds = host_seconds(
-                        block.launched, choice.mode, units=0, split_products=products, sequence_parallel=cut
+                        way.launched, choice.mode, units=0, split_products=products, sequence_parallel=cut
                     )
                     by_mode[name][at] += count * seconds * (self.device.kind != "cpu")
         self.kernels = torch.tensor(rows, dtype=torch.float64)

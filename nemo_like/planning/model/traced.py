@@ -51,6 +51,7 @@ from nemo_like.planning.selection.layer import (
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_memory, traced_block
+from nemo_like.planning.trace.compiled_pieces import ALLOCATES, Pieces, traced_pieces
 from nemo_like.planning.trace.kinds import KindFacts, ModelFacts, ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
@@ -70,8 +71,8 @@ class TraceCache:
     def __init__(self) -> None:
         # Allocations of a block, by its number, its choice, and how its step runs.
         self.blocks: dict[Hashable, BlockEvents] = {}
-        # A function of a policy that returns the graphs of a compiled block, by its number and its compiler.
-        self.graphs: dict[Hashable, Callable[[Policy | None], CompiledBlock]] = {}
+        # A function of a policy that returns the graphs of a compiled block, or its pieces, by its number and its compiler.
+        self.graphs: dict[Hashable, Callable[[Policy | None], CompiledBlock] | Pieces] = {}
         # Memory outside the layers, by the loss, and how the step runs.
         self.outside: dict[Hashable, OuterEvents] = {}
         # Names of the parameters that get a gradient in a step, by all names and which of them require gradients.
@@ -240,10 +241,12 @@ class TracedPart:
         return BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
 
     @_remembered
-    def stack(self, *, skip: bool, host: int, fixed: NamedList = NO_NAMES) -> Stack:
+    def stack(self, *, skip: bool, host: int, fixed: NamedList = NO_NAMES, compiled: bool = False) -> Stack:
         """Return all layers as one choice, with the best choices of each kind.
 
-        skip, host, fixed: as for `BlockProblem.frontier`.
+        Args:
+            skip, host, fixed: as for `BlockProblem.frontier`.
+            compiled: leave out the choices under which layers are not compiled, if there are others.
         """
         calls: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
@@ -253,6 +256,8 @@ class TracedPart:
         for (kind, chosen), group in calls.items():
             problem = self.problems[kind]
             choices = problem.frontier(skip=skip, host=host, fixed=fixed) if chosen else (problem.none(),)
+            if compiled:
+                choices = tuple(filter(problem.compiles, choices)) or choices
             groups.append(ChoiceGroup(kind, choices, tuple(map(tuple, group.values()))))
         return Stack(tuple(groups))
 
@@ -371,9 +376,8 @@ class TracedPart:
         key = (self.block_number(kind, loss), choice, *how)
         blocks, outside = self.cache.blocks, self.outside(loss)
 
-        def run() -> BlockEvents:
-            compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
-            return compiled or block_memory(
+        def engine(compiled: Pieces | None = None) -> BlockEvents:
+            return block_memory(
                 self.live.kinds[kind],
                 self.regions(kind, choice),
                 self.live.run,
@@ -384,12 +388,23 @@ class TracedPart:
                 apart=[expert.module for expert in self.experts],
                 halves=halves,
                 held=held,
+                compiled=compiled,
             )
+
+        def run() -> BlockEvents:
+            compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves, engine)
+            return compiled or engine()
 
         if key not in blocks:
             of_kind = (self.traced.kinds[kind].key, sorted(outside.used[kind]), sorted(outside.layouts[kind].items()))
             blocks[key] = self.stored(("block", *of_kind, choice.told, *how), run)
         return blocks[key]
+
+    def apart(self, kind: int) -> list[nn.Module]:
+        """Return the modules of a kind of layer that a compiler leaves to eager code: experts that ranks share."""
+        experts = {expert.module for expert in self.experts}
+        call = next(call for call in self.traced.calls if call.kind == kind)
+        return [module for module in call.module.modules() if module in experts]
 
     def _compiled(
         self,
@@ -400,8 +415,12 @@ class TracedPart:
         accumulate: bool | UpdateInBackward,
         received: bool,
         halves: bool,
+        engine: Callable[[Pieces], BlockEvents],
     ) -> BlockEvents | None:
-        """Return `memory` of a compiled block; None: it is not told, which is said once."""
+        """Return `memory` of a compiled block; None: it is not told, which is said once.
+
+        engine: runs the block in pieces.
+        """
         block, around = self.live.kinds[kind], choice.is_full
         key = (self.block_number(kind, loss), compiler)
         graphs = self.cache.graphs
@@ -412,11 +431,18 @@ class TracedPart:
                 raise NotCompiledError("its regions are modules inside of it")
             if "host" in choice.decisions:
                 raise NotCompiledError("some of the tensors it saves wait in CPU memory")
+            used, apart = self.outside(loss).used[kind], self.apart(kind)
+            if not self.problems[kind].compiles(choice):
+                raise NotCompiledError("a region that keeps some of its tensors runs eagerly around split experts")
             if key not in graphs:
-                used = self.outside(loss).used[kind]
-                graphs[key] = traced_block(block, self.live.run, used, fuses=compiler == "inductor")
+                trace = functools.partial(traced_pieces, apart=apart) if apart else traced_block
+                graphs[key] = trace(block, self.live.run, used, fuses=compiler == "inductor")
+            if isinstance(pieces := graphs[key], Pieces):
+                events = engine(pieces)
+                makers = {number: op for number, op in events.makers.items() if op is not ALLOCATES}
+                return replace(events, makers=makers, kept_inputs=None if around else pieces.kept_inputs)
             policy = None if around else self.regions(kind, choice).get("")
-            return compiled_memory(graphs[key](policy), around=around, accumulate=accumulate, received=received)
+            return compiled_memory(pieces(policy), around=around, accumulate=accumulate, received=received)
         except NotCompiledError as error:
             warn_once(
                 f"Compiled layers ({type(block.module).__name__}) are predicted with the bytes of eager ones: {error}."

@@ -352,8 +352,8 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
 
 
 def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
-    block, (unit, experts, _) = stage.part.block(kind, compiled=stage.job.compile is not None), units
-    problem = stage.part.problems[kind]
+    problem, (unit, experts, _) = stage.part.problems[kind], units
+    block = stage.part.block(kind, compiled=stage.job.compile is not None and problem.compiles(choice))
     replay = block.replay(choice, problem.reachable)
     copies = exposed_seconds(moved, block.forward, stage.device)
     return LayerRun(

@@ -248,8 +248,17 @@ class BlockProblem:
     @cached_property
     def _routing(self) -> frozenset[Op]:
         """Ops whose results the engine keeps in every mode (`KeepRouting`); none where its experts are on one rank."""
-        exchanges = any(record.op in exchange_routing_ops() for record in self.records)
-        return routing_ops() if exchanges else frozenset()
+        return routing_ops() if self._splits_experts else frozenset()
+
+    @cached_property
+    def _splits_experts(self) -> bool:
+        """True if its experts are on several ranks."""
+        return any(record.op in exchange_routing_ops() for record in self.records)
+
+    def compiles(self, choice: Choice) -> bool:
+        """Return whether a compiler takes the block under a choice: Dynamo traces a region that keeps some of its tensors
+        whole or not at all, and leaves split experts to eager code."""
+        return not (choice.decisions and not choice.is_full and self._splits_experts)
 
     @cached_property
     def titles(self) -> dict[int, str]:
@@ -429,16 +438,27 @@ def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tupl
     return tuple(pieces)
 
 
+def eager_experts(ops: Sequence[OpRecord]) -> range:
+    """Return the positions of the operators of experts on several ranks, which run eagerly in a compiled layer: from their
+    routing to the sum of their results."""
+    routing = exchange_routing_ops()
+    ends = [at for at, op in enumerate(ops) if op.op in routing or op.op.name() == _SUM_OF_EXPERTS]
+    return range(ends[0], ends[-1] + 1) if any(ops[at].op in routing for at in ends) else range(0)
+
+
+_SUM_OF_EXPERTS = "aten::_embedding_bag_forward_only"  # `nemo_like.distributed.expert.exchange` adds rows with it
+
+
 def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
     """The operators of a trace as a compiler fuses them, where no matrix product, attention or collective stands between
     two.
 
     Values computed twice are computed once. A value goes to memory where something outside of its row reads it, or
-    backward; a row reads each value once.
+    backward; a row reads each value once. Operators of `eager_experts` are as they were.
     """
-    row, rows, first = 0, list[int](), list[int]()
+    row, rows, first, eager = 0, list[int](), list[int](), eager_experts(ops)
     for place, op in enumerate(ops):
-        heavy = bool(op.flops or facts(op.op).attention) or facts(op.op).collective
+        heavy = bool(op.flops or facts(op.op).attention or place in eager) or facts(op.op).collective
         rows.append(row + heavy)
         row += 2 * heavy
         first.append(place if op.twin is None or heavy else first[op.twin])
@@ -486,7 +506,7 @@ class BlockSeconds:
     # Kind of each of `kernels`: ``launch`` where its launch takes longer, else its `kernel_kind`.
     kinds: tuple[str, ...] = ()
     backward_times: tuple[float, ...] = ()  # For each of `kernels`, its backward as a multiple of it.
-    # Operators of a forward that the host launches one by one, views included: none of a compiled layer.
+    # Operators of a forward that the host launches one by one, views included: of a compiled layer `eager_experts`.
     launched: int = 0
     products: int = 0  # Matrix products among these.
     # Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside.
@@ -498,9 +518,10 @@ class BlockSeconds:
 
         compiled: operators between matrix products are `fused`.
         """
-        records, device = problem.records, problem.device
+        records, device, launched = problem.records, problem.device, problem.trace.ops
         if compiled:
             records = tuple(op for op in fused(problem.trace.ops) if not op.view)
+            launched = tuple(launched[at] for at in eager_experts(launched))
         kernels = tuple(kernel_seconds(op, device) for op in records)
         times = tuple(backward_times(op, device) for op in records)
         back = sum(seconds * more for seconds, more in zip(kernels, times))
@@ -518,8 +539,8 @@ class BlockSeconds:
                 for seconds, op in zip(kernels, records)
             ),
             times,
-            0 if compiled else len(problem.trace.ops),
-            0 if compiled else sum(bool(op.flops) and not facts(op.op).attention for op in records),
+            len(launched),
+            sum(bool(op.flops) and not facts(op.op).attention for op in launched),
             _pieces(records, kernels),
         )
 

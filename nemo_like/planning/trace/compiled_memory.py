@@ -202,7 +202,7 @@ def compiled_memory(
         accumulate, received: as for `block_memory`.
     """
     numbers = iter(range(1, 1 << 40))
-    made = _Graph(block.forward, block.fuses)
+    made = Graph(block.forward, block.fuses)
     forward, number = made.log({}, numbers)
     results = list(made.output.args[0])
     outputs = tuple(number.get(made.root[n], 0) if isinstance(n, fx.Node) else 0 for n in results[: block.outputs])
@@ -212,7 +212,7 @@ def compiled_memory(
     going = dict.fromkeys(outputs if not around else (*kept.values(), *outputs))
     ends = [(n, 0) for n in going if n and (around or n not in kept.values())]
     backward: list[tuple[int, int]] = []
-    mine = _Graph(block.backward, block.fuses)
+    mine = Graph(block.backward, block.fuses)
     given: dict[fx.Node, int] = {}
     output_grads: dict[int, int] = {}
     for node, position in zip(mine.tangents, block.with_gradient):
@@ -264,7 +264,7 @@ def size_of(node: fx.Node) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 
-class _Graph:
+class Graph:
     """A graph as it runs: which nodes make a storage, and when each goes."""
 
     def __init__(self, graph: fx.Graph, fuses: bool) -> None:
@@ -342,7 +342,8 @@ class _Graph:
                 written = next((read for read in ends if alive[read] == size_of(node)), None)
                 if written is not None:  # in place
                     drop(written)
-            items = [user for user in node.users if user.target is operator.getitem]
+            # Items of a split tensor are views of it, and no storages of their own.
+            items = [user for user in node.users if user.target is operator.getitem and self.root[user] is user]
             for each in items or [node]:
                 make(each)
             for read in ends:

@@ -8,7 +8,7 @@ their algorithms by the device.
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -31,6 +31,7 @@ from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import (
     DispatchMode,
+    answering_calls,
     backward_in_halves,
     storage_use_count,
     use_count,
@@ -183,6 +184,7 @@ def block_memory(
     apart: Collection[nn.Module] = (),
     halves: bool = False,
     held: bool = False,
+    compiled: Callable[..., Any] | None = None,
 ) -> BlockEvents:
     """Run a block forward and backward on fake tensors and watch its memory.
 
@@ -203,6 +205,7 @@ def block_memory(
         held: with `halves`, the stage trains parameters behind the block, whose second half comes later and starts at nodes
             that have references to the block's graph: nodes that no half runs through stay till then, and are not freed
             in the logs.
+        compiled: is called in the place of the block's module, as that is; None: the module itself.
 
     Raises:
         RegionError, PlanMismatchError: a policy does not fit the block.
@@ -227,6 +230,7 @@ def block_memory(
         meter,
         SumsInPlace(),
         _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))),
+        nullcontext() if compiled is None else answering_calls(kind.module, compiled),
     ):
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if "" in regions:
