@@ -5,7 +5,6 @@ node's CPU memory, and all-gathers where several ranks run. Attention is causal,
 half that its kernels compute, as the planner counts them.
 """
 
-import json
 import math
 import re
 import statistics
@@ -23,8 +22,7 @@ from torch.utils.benchmark import Timer
 
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
-from nemo_like.planning.device_table import device_table
-from nemo_like.planning.devices import Device, attention_shares, device_at_hand, rates_file, resolve_device
+from nemo_like.planning.devices import Device, attention_shares, device_at_hand, device_entry, rates_file
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.roofline import RATED_INNER, wave_share
@@ -224,9 +222,9 @@ def at_factor(device: Device, factor: float) -> Device:
 
 def write_gpu(spec: str, factor: float, words: str, path: str) -> None:
     """Write the device `spec` with its rates of kernels times `factor`, as a file for ``--gpu``; `words`: its source."""
-    table, name = device_table(), resolve_device(spec).name
-    entry: dict[str, Any] = dict(table[name]) if name in table else json.loads(Path(spec).read_text(encoding="utf-8"))
-    entry |= {name: entry[name] * factor for name in ("matmul", "matmul_fp8", "bandwidth") if name in entry}
+    name, known = device_entry(spec)
+    rates = ("matmul", "matmul_fp8", "bandwidth")
+    entry = known | {rate: known[rate] * factor for rate in rates if rate in known}
     kernels, _ = attention_shares(entry["attention"], name)
     entry["attention"] = {kernel: [share * factor for share in shares] for kernel, shares in kernels.items()}
     entry["sources"] = entry.get("sources", {}) | {"measured": words}

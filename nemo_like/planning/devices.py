@@ -117,21 +117,34 @@ class Device:
 
 
 def resolve_device(spec: str | Path | Device) -> Device:
-    """A device by name, or from a JSON file with one entry in the format of ``devices.json``.
+    """A device by name, or from a JSON file in the format of ``devices.json``: one entry, with or without its name.
 
     Raises:
-        ValueError: no such name or file, or a field is missing; the message says which.
+        ValueError: no such name or file, several entries, or a field is missing; the message says which.
     """
     if isinstance(spec, Device):
         return spec
-    name = check_device_name(str(spec))
+    return _device(*device_entry(str(spec)))
+
+
+def device_entry(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a device and its entry; arguments and errors as for `resolve_device`."""
+    name = check_device_name(spec)
     if name is not None:
-        return _device(name, device_table()[name])
+        return name, device_table()[name]
     path = Path(spec)
     try:
-        return _device(path.stem, json.loads(path.read_text(encoding="utf-8")))
+        entry = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"Device file {path} has no device; an entry of devices.json is {{...}}, with or without a name.")
+    if "memory_gib" in entry:
+        return path.stem, entry
+    named = {name: value for name, value in entry.items() if isinstance(value, dict) and "memory_gib" in value}
+    if len(named) > 1:
+        raise ValueError(f"Device file {path} has {', '.join(named)}, and a file is for one device. Keep one of them.")
+    return next(iter(named.items()), (path.stem, entry))
 
 
 def device_at_hand(kind: str | None = None) -> Device:
@@ -150,7 +163,8 @@ def device_at_hand(kind: str | None = None) -> Device:
     table = device_table()
     matches = [(len(part), name, part) for name in known_devices() for part in table[name].get("match", [])]
     # The longest: "H100 PCIe" is not "H100".
-    known_as = max((match for match in matches if match[2].lower() in properties.name.lower()), default=(0, "", ""))[1]
+    found = (match for match in matches if re.search(rf"\b{re.escape(match[2])}\b", properties.name, re.IGNORECASE))
+    known_as = max(found, default=(0, "", ""))[1]
     nearest = known_as or "a100-80gb"
     at_hand = {"name": properties.name, "memory_bytes": properties.total_memory, "known_as": known_as}
     if kind == "cuda":
@@ -216,8 +230,8 @@ def _measured_rates(device: Device, said: Mapping[str, Any], path: Path) -> dict
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
-    missing = [key for key in _FIELDS if not isinstance(entry.get(key), int | float) and key != "attention"]
-    missing += [] if "attention" in entry else ["attention"]
+    kinds = {key: int | float | dict if key == "attention" else int | float for key in _FIELDS}
+    missing = [key for key, kind in kinds.items() if not isinstance(entry.get(key), kind)]
     if missing:
         raise ValueError(f"Device {name!r} lacks {', '.join(missing)}; a device needs {', '.join(_FIELDS)} as numbers.")
     peak = {"half": entry["bf16_tflops"] * 1e12, "single": entry["fp32_tflops"] * 1e12}

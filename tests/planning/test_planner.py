@@ -14,6 +14,7 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model, text_batch
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import BudgetError, Plan, PlanError, apply_plan, plan_for
+from nemo_like.planning.device_table import device_table
 from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.model import capture
 from nemo_like.planning.planner import describe
@@ -326,6 +327,12 @@ def test_device_files(tmp_path):
     assert resolve_device(path).matmul_flops == {"half": 50e12, "single": 25e12}
     path.write_text(json.dumps(entry | dict(matmul=0.5, attention=0.5, bandwidth=1, fp8_tflops=200, matmul_fp8=0.4)))
     assert resolve_device(path).matmul_flops["float8"] == 80e12
+    named = tmp_path / "named.json"  # as in devices.json
+    named.write_text(json.dumps({"_comment": "", "gx": json.loads(path.read_text())}))
+    assert resolve_device(named) == dataclasses.replace(resolve_device(path), name="gx")
+    named.write_text(json.dumps({name: device_table()[name] for name in ("h200", "b200")}))
+    with pytest.raises(ValueError, match="has h200, b200, and a file is for one device"):
+        resolve_device(named)
     path.write_text(json.dumps(entry))
     with pytest.raises(ValueError, match="lacks matmul, attention, bandwidth"):
         resolve_device(path)

@@ -827,27 +827,20 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
     unseen = [line for line in done if line["id"].startswith(_UNSEEN)]
     old = [line for line in done if not line["id"].startswith(_UNSEEN)]
     said = [line for line in done if not line["unsaid"]]
-    for part, rows in (
-        (" of sources known before", old),
-        (" of sources that nobody had looked at", unseen),
-        (" that state unit, kind and mode", said),
+    for part, of in (
+        ("known before", old),
+        ("first looked at now (V)", unseen),
+        ("that state unit, kind and mode", said),
     ):
-        words += _near(f"Memory{part}", errors(rows, "memory_off"), (0.05, 0.10))
-        words += _near(f"Speed{part}", errors(rows, "speed_off"), (0.05, 0.15))
+        words += _near(f"Memory, sources {part}", errors(of, "memory_off"), (0.05, 0.10))
+        words += _near(f"Speed, sources {part}", errors(of, "speed_off"), (0.05, 0.15))
     words += _near("Memory", errors(done, "memory_off"), (0.05, 0.10))
     words += _near("Speed", errors(done, "speed_off"), (0.05, 0.15))
-    words += _near(
-        "Speed after `--calibrate-from` another row of the same software and GPU",
-        errors(done, "calibrated_off"),
-        (0.05, 0.15),
-    )
+    words += _near("Speed, calibrated", errors(done, "calibrated_off"), (0.05, 0.15))
     outside = [line for line in done if line["gpu"] not in _WITH_ROWS_IN_SIGHT]
     for kind in accuracy(done)["kinds"]:
-        words += _near(
-            f"Speed of {kind}, without rows that a constant was chosen by",
-            errors([line for line in outside if kind in line["kinds"]], "speed_off"),
-            (0.15, 0.35),
-        )
+        of_kind = errors([line for line in outside if kind in line["kinds"]], "speed_off")
+        words += _near(f"Speed of {kind}", of_kind, (0.15, 0.35))
     out = [line for line in done if line["memory_kind"] == OOM]
     if out:
         words.append(f"Out of memory: {sum(line['verdict'] == 'too large' for line in out)} of {len(out)} said.")
@@ -933,10 +926,13 @@ them with the planner, on a CPU. Nothing ran on a GPU here.
 
 - The rows are in `tests/tools/benchmarks/public/`, each file with its source. No row is left out.
 - All rows of a GPU have one set of constants. One was chosen with rows in sight: the clock of the H100 of 500 W
-  ([constants](sources-of-constants.md)). No other is fitted to a row.
+  ([constants](sources-of-constants.md)). No other is fitted to a row. Errors of a kind leave out the speeds of that GPU.
+- *attention* is the kernel that the source ran. *calibrated* is the error with one factor, the median of the other rows of
+  the same software and GPU, as `--calibrate-from` finds it in a log.
 - The jobs have the options that the source ran, or the nearest that the planner takes. The column *differs* says which.
 - *kind* says what the published memory is. `reserved` is held by the caching allocator; `allocated` and `active` by
   tensors. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
+- Rows V are of sources that were first looked at when the planner was as it is. Memory of kind `unknown` is not compared.
 - Speeds of the Llama 3 paper are made of its FLOP/s. A token counts as 6 N and attention with a causal mask.
 - Errors that others state of their own rows: xMem (arXiv 2510.21048; one GPU, no checkpointing, no sharding) 2.7 to
   13 % of memory, AMD's Primus 10 % on four rows.
