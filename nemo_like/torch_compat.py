@@ -1303,10 +1303,17 @@ def decompositions_of_inductor() -> Mapping[Any, Callable[..., Any]]:
 def traced_graph(
     function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> Callable[..., GraphModule]:
-    """Return a function of the arguments of `function` that traces it, as AOTAutograd does."""
-    return importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx(
+    """Return a function of the arguments of `function` that traces it, as AOTAutograd does: by Python's rules for operators
+    that consist of others."""
+    trace = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx(
         function, decomposition_table=decompositions, tracing_mode="real"
     )
+
+    def traced(*args: Any) -> GraphModule:
+        with importlib.import_module("torch._dispatch.python").enable_python_dispatcher():
+            return trace(*args)
+
+    return traced
 
 
 def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule, GraphModule]:

@@ -84,8 +84,8 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2 and len(parameter) == EXPERTS:
+        for parameter_name, parameter in model.named_parameters():
+            if (parameter.dim() == 2 and len(parameter) == EXPERTS) or parameter_name.endswith("router.bias"):
                 parameter.zero_()
     return model.train()
 

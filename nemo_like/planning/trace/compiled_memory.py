@@ -135,7 +135,7 @@ def traced_block(
         tangents = [torch.empty_like(shapes[i]) for i in at]
         del shapes
         with fx.traceback.preserve_node_meta():  # tags go into a global dictionary, which it puts back
-            module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
+            module = joint_graph(joint, inputs, tangents, fuses=fuses)
     in_place = [
         op.name() for node in module.graph.nodes if isinstance(op := node.target, OpOverload) and facts(op).mutating
     ]
@@ -162,6 +162,22 @@ def traced_block(
     return cast("Callable[[Policy | None], CompiledBlock]", cut)
 
 
+def joint_graph(
+    joint: Callable[..., Any], inputs: list[Tensor], tangents: list[Tensor], *, fuses: bool
+) -> fx.GraphModule:
+    """Return the graph of `joint`, with functions in the place of operators that write, as AOTAutograd has it; these have
+    the tags of the operators."""
+    module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
+    if not any(isinstance(op := node.target, OpOverload) and facts(op).mutating for node in module.graph.nodes):
+        return module
+    functional = torch.func.functionalize(fx.Interpreter(module).run, remove="mutations")
+
+    def again(primals: list[Tensor], tangents: list[Tensor]) -> Any:
+        return functional(primals, tangents)
+
+    return traced_graph(again, {})(inputs, tangents)
+
+
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
     """Return this rank's `part` of a tensor as that tensor is."""
     if not isinstance(tensor, DTensor):
@@ -186,7 +202,7 @@ def _tag(graph: fx.Graph, answers: Mapping[Any, CheckpointPolicy] | None) -> Non
                 node.meta["recompute"] = node.args[0].meta.get("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
             node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
             node.meta["ac_graph_id"] = 0
-    for node in late:
+    for node in late.union(node for node in graph.nodes if node.op != "call_function"):
         for tag in ("recompute", "ac_graph_id"):
             node.meta.pop(tag, None)
 

@@ -21,14 +21,12 @@ from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors,
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.trace.compiled_memory import Graph, NotCompiledError
+from nemo_like.planning.trace.compiled_memory import Graph, NotCompiledError, joint_graph
 from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.torch_compat import (
     OpOverload,
     answering_calls,
-    decompositions_of_inductor,
-    traced_graph,
     two_graphs,
 )
 
@@ -416,12 +414,8 @@ def traced_pieces(
         tangents = [torch.empty_like(shapes[i]) for i in at]
         del shapes
         calls.clear()
-        module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(tensors, tangents)
+        module = joint_graph(joint, tensors, tangents, fuses=fuses)
         graph = module.graph
-        if any(isinstance(op := node.target, OpOverload) and facts(op).mutating for node in graph.nodes):
-            # As AOTAutograd does before it divides a graph. This one has no autograd in it any more.
-            module = traced_graph(torch.func.functionalize(module, remove="mutations"), {})(tensors, tangents)
-            graph = module.graph
         graph.eliminate_dead_code()
         steps: dict[int, Piece | Call] = dict(calls)
         home = _homes(graph, borders.crossings)
