@@ -118,21 +118,23 @@ def _on_meta(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
 def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it, `module` has the tensors of `state`, by name, in the place of its own; shared ones under every name.
 
-    `torch.func.functional_call` puts a tensor that has two names back once, and leaves the other one there.
+    `torch.func.functional_call` puts a tensor that has two names back once, and leaves the other one there. All tables are
+    put back: a parametrization that a forward adds and removes leaves a plain tensor among the buffers.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    tables: list[dict[str, Any]] = [table for owner in owners.values() for table in (owner._parameters, owner._buffers)]
+    before = list(map(dict, tables))
     try:
         for name, tensor in state.items():
             path, _, leaf = name.rpartition(".")
             owner = owners[path]
             table: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-            before.append((table, leaf, table[leaf]))
             table[leaf] = tensor
         yield
     finally:
-        for table, leaf, own in reversed(before):
-            table[leaf] = own
+        for table, own in zip(tables, before):
+            table.clear()
+            table.update(own)
 
 
 def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

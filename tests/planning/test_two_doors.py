@@ -91,14 +91,3 @@ def test_a_plan_reports_every_mode_whatever_is_asked_for() -> None:
         predict("llama-tiny", ac="full")
     rows = predict("llama-tiny", gpus=1, seq_len=64, rows=["full", "50%"]).rows
     assert [row.ac for row in rows] == ["none", "full", "selective", "50%"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--gpus 2 --lora 4", "has fused experts, around whose weights peft puts adapters: .* Give module:function"),
-    ],
-)
-def test_what_no_plan_is_made_of_experts_with_is_refused(words: str, said: str, program: Any) -> None:
-    """The judges are peft, which refuses the second weight of such a layer, and torch, which traces no routed rows."""
-    assert re.search(said, " ".join(program(f"plan --model mixtral-tiny --seq-len 64 {words}", 2).err.split()))

@@ -658,12 +658,6 @@ def with_adapters(
     # Of a model without memory adapters have none either: peft would draw their values on the CPU, for minutes at 405B.
     without = all(param.is_meta for param in model.parameters())
     adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=without)
-    if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
-        raise ValueError(
-            f"lora is {rank}, and {type(model).__name__} has fused experts, around whose weights peft puts adapters: no "
-            "plan is made of these. Give module:function, which returns a model with adapters on linears alone "
-            "(LoraConfig(target_modules=['q_proj', 'v_proj']))."
-        )
     for param in adapted.parameters():
         if frozen is not None and not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(frozen)

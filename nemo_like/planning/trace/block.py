@@ -232,7 +232,7 @@ class Recorder(DispatchMode):
         new = dict.fromkeys(s.key(t) for t in outputs if not s.known(t))
         # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses its scale's origin.
         parts = () if is_wrapped(map(type, outputs)) else tuple(s.size[key] for key in new)
-        changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
+        changed = set() if func is _SET else {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
         statistics = {s.key(t) for t in _statistics(func, args, kwargs)}
         self.changed |= changed | statistics
         reads = sorted({w for key in read for w in s.writers.get(key, ())})
@@ -341,6 +341,7 @@ def _statistics(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tenso
     return tensors_in([argument(func, args, kwargs, "running_mean"), argument(func, args, kwargs, "running_var")])
 
 
+_SET = torch.ops.aten.set_.source_Tensor  # gives a tensor another storage, and writes no values
 _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
 
 
