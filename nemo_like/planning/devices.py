@@ -138,7 +138,9 @@ def device_entry(spec: str) -> tuple[str, dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise ValueError(f"Device file {path} has no device; an entry of devices.json is {{...}}, with or without a name.")
+        raise ValueError(
+            f"Device file {path} has no device; an entry of devices.json is {{...}}, with or without a name."
+        )
     if "memory_gib" in entry:
         return path.stem, entry
     named = {name: value for name, value in entry.items() if isinstance(value, dict) and "memory_gib" in value}
