@@ -23,7 +23,7 @@ from nemo_like._util.table import grouped
 from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, storages, tensors_in
 from nemo_like.activation_checkpointing.engine.compiled import torch_policy_fn
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.policy import PlanMismatchError, Policy
 from nemo_like.fake.model_copy import leaves_of, packed_as, with_state
 from nemo_like.fake.run import FakeRun
 from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
@@ -154,7 +154,11 @@ def traced_block(
         if in_place:
             raise NotCompiledError(f"it changes a tensor in place ({in_place[0]})")
         graph = deepcopy(module.graph)  # the partitioner changes it
-        _tag(graph, None if policy is None else dict(enumerate(map(partial(torch_policy_fn(policy), _CONTEXT), ops))))
+        try:
+            answers = None if policy is None else dict(enumerate(map(partial(torch_policy_fn(policy), _CONTEXT), ops)))
+        except PlanMismatchError as error:  # a dropout of probability 0 copies in a graph only
+            raise NotCompiledError("its graph has operators that its eager forward does not have") from error
+        _tag(graph, answers)
         with run:
             forward, backward = two_graphs(fx.GraphModule(module, graph), counted, run.fake)
         return CompiledBlock(forward.graph, backward.graph, counted, tuple(at), with_grad, places, fuses)
