@@ -233,10 +233,10 @@ def yes_no(value: bool | None) -> str:
 def percent(share: float) -> str:
     """Return a share in percent, two digits.
 
-    >>> percent(0.004), percent(0.17), percent(0)
+    >>> percent(0.004), percent(0.17), percent(-1e-16)
     ('0.4 %', '17 %', '0 %')
     """
-    return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{100 * share:.0f} %"
+    return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{round(100 * share)} %"
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
