@@ -51,7 +51,9 @@ def test_what_is_no_budget_is_refused(budget: object, error: type[Exception], sa
 
 def test_a_device_has_a_short_name_where_only_one_begins_with_it() -> None:
     assert resolve_device("h100") == resolve_device("h100-80gb")
-    assert resolve_device("A100").name == "a100-80gb"
+    assert resolve_device("H100").name == "h100-80gb"
+    with pytest.raises(ValueError, match=r"'A100' is neither one of a100-80gb, a100-40gb"):  # of two sizes
+        resolve_device("A100")
     with pytest.raises(ValueError, match="'h' is neither one of"):
         resolve_device("h")
 

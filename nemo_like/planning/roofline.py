@@ -68,7 +68,7 @@ def product_seconds(op: OpRecord, device: Device) -> tuple[float, float, float]:
     if not device.processors or not op.shapes or len(op.shapes[0]) < 2:
         return once, once, once
     rows, columns = math.prod(op.shapes[0][:-1]), op.shapes[0][-1]
-    inner, size, groups = op.flops // (2 * rows * columns) or 1, op.bytes / (rows * columns), 1
+    inner, size, groups = op.flops // (2 * rows * columns) or 1, 2 if op.half else 4, 1
     if ops.facts(op.op).flops is ops.grouped_mm:  # its weights are the rest of the bytes that it moves
         groups = max(1, round((op.moved / size - rows * (inner + columns)) / (inner * columns)))
 

@@ -49,6 +49,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "cpu_offload": True,
         "frozen_sharding": "replicate",
         "ends": "root",
+        "on_one_rank": True,
         "timeout_seconds": 60.0,
     },
     TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True, "asynchronous": True},
@@ -122,6 +123,7 @@ FIELDS: dict[str, Any] = {
     "dp_replicate": 2,
     "compile": "aot_eager",
     "gpu": "a100-80gb",
+    "attention": "flash",
 }
 HOLDERS = {
     "strategy": FSDP2, "tp": TensorParallel, "cp": ContextParallel, "ep": ExpertParallel, "pp": PipelineParallel,

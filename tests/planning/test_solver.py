@@ -256,10 +256,13 @@ def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: s
 
 
 @pytest.mark.parametrize("name", ["llama3", "mixtral-8x7b"])
-def test_two_lists_of_names_cost_a_step_little_beside_any_plan(name: str) -> None:
+@pytest.mark.parametrize(("attention", "share_of_a_step"), [("flash", 0.007), (None, 0.0075)])
+def test_two_lists_of_names_cost_a_step_little_beside_any_plan(
+    name: str, attention: str | None, share_of_a_step: float
+) -> None:
     """The judge: the linear relaxation of all points that a brute force over single operators finds, which no mix of any
-    number of tables is below. A step takes three forwards at least."""
-    query = _query(name, 8192)
+    number of tables is below. A step takes three forwards at least; it is shorter with cuDNN's attention."""
+    query = _query(name, 8192, attention=attention)
     (problem,) = part_of(query).problems
     inputs, none = problem.trace.input_bytes, problem.none().held_bytes
     points = [(inputs + b, c) for b, c in all_best(problem.ops()) if inputs + b < none] + [(none, 0.0)]
@@ -270,7 +273,7 @@ def test_two_lists_of_names_cost_a_step_little_beside_any_plan(name: str) -> Non
         mine = min(mix.cost for mix in mixes if mix.bytes <= budget)
         (b0, c0), (b1, c1) = next(pair for pair in itertools.pairwise(every) if pair[1][0] > budget / 32)
         bound = 32 * (c0 + (c1 - c0) * (budget / 32 - b0) / (b1 - b0))
-        assert 0 <= (mine - bound) / (32 * 3 * problem.forward_seconds) <= 0.007
+        assert 0 <= (mine - bound) / (32 * 3 * problem.forward_seconds) <= share_of_a_step
 
 
 @pytest.mark.parametrize("name", SMALL)

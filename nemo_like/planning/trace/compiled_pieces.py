@@ -149,7 +149,7 @@ class _Apart(torch.autograd.Function):
         return tuple(made_apart(grads[0], shape) if trains else None for shape, trains in ctx.like)
 
 
-class Call(NamedTuple):
+class ExpertsCall(NamedTuple):
     """An eager call of experts between two pieces."""
 
     module: nn.Module
@@ -202,7 +202,7 @@ class Piece:
         return [self.inputs[self.places[root]] for root in roots if root in self.places]
 
 
-class _Run(torch.autograd.Function):
+class _RunPiece(torch.autograd.Function):
     """A call of a compiled piece: its storages are allocated and freed in the order of its graphs."""
 
     @staticmethod
@@ -273,7 +273,7 @@ class Pieces:
     """A block in several graphs, which is called as the block's module is."""
 
     module: nn.Module
-    steps: Sequence[Piece | Call]
+    steps: Sequence[Piece | ExpertsCall]
     output: Any  # The block's output, with values in the places of tensors.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class Pieces:
         ends = set(_values_in(self.output))
         for at, step in enumerate(self.steps):
             if isinstance(step, Piece):
-                results |= zip(step.outputs, _Run.apply(step, *map(tensor, step.inputs)))
+                results |= zip(step.outputs, _RunPiece.apply(step, *map(tensor, step.inputs)))
             else:
                 call_args, call_kwargs = _with_tensors(step.args, tensor)
                 results[step.result] = step.module(*call_args, **call_kwargs)
@@ -327,7 +327,7 @@ def _with_tensors(structure: Any, tensor: Any) -> Any:
     )
 
 
-def _read(step: Piece | Call) -> Iterator[Value]:
+def _read(step: Piece | ExpertsCall) -> Iterator[Value]:
     return iter(step.inputs) if isinstance(step, Piece) else _values_in(step.args)
 
 
@@ -370,7 +370,7 @@ def traced_pieces(
     values: dict[int, Value] = {id(tensor): ("state", name) for name, tensor in reversed(mine.items())}
     values |= {key: ("input", place) for key, place in places.items()}
     tensors = list({id(t): t for t in (*mine.values(), *replaced.values())}.values())
-    calls: list[tuple[int, Call]] = []
+    calls: list[tuple[int, ExpertsCall]] = []
     output: Any = None
     at: list[int] = []
     borders = _Borders({})
@@ -417,7 +417,7 @@ def traced_pieces(
         module = joint_graph(joint, tensors, tangents, fuses=fuses)
         graph = module.graph
         graph.eliminate_dead_code()
-        steps: dict[int, Piece | Call] = dict(calls)
+        steps: dict[int, Piece | ExpertsCall] = dict(calls)
         home = _homes(graph, borders.crossings)
         for number in range(borders.piece + 1):
             piece = None if number in steps else _piece(module, home, borders.crossings, number, run, fuses)
@@ -425,7 +425,7 @@ def traced_pieces(
     return Pieces(kind.module, [steps[number] for number in sorted(steps)], output)
 
 
-def _answer(module: nn.Module, borders: _Borders, calls: list[tuple[int, Call]]) -> Any:
+def _answer(module: nn.Module, borders: _Borders, calls: list[tuple[int, ExpertsCall]]) -> Any:
     """Return a function that notes a call of experts, and returns a result like theirs."""
 
     def answer(*args: Any, **kwargs: Any) -> Tensor:
@@ -433,7 +433,7 @@ def _answer(module: nn.Module, borders: _Borders, calls: list[tuple[int, Call]])
         structure = map_tensors(lambda t: _Of(borders.leave(t)[0]), (args, kwargs))
         out = _Apart.apply(*map(borders.enter, tensors_in((args, kwargs))))
         borders.made_here(out)
-        calls.append((borders.piece, Call(module, structure, borders.leave(out)[0])))
+        calls.append((borders.piece, ExpertsCall(module, structure, borders.leave(out)[0])))
         borders.next()
         return cast("Tensor", out)
 
