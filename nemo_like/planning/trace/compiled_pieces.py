@@ -27,6 +27,8 @@ from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.torch_compat import (
     OpOverload,
     answering_calls,
+    tree_leaves,
+    tree_map,
     two_graphs,
 )
 
@@ -314,13 +316,13 @@ class _Of(NamedTuple):
 
 
 def _values_in(structure: Any) -> Iterator[Value]:
-    for leaf in torch.utils._pytree.tree_leaves(structure, is_leaf=lambda leaf: isinstance(leaf, _Of)):
+    for leaf in tree_leaves(structure, is_leaf=lambda leaf: isinstance(leaf, _Of)):
         if isinstance(leaf, _Of):
             yield leaf.value
 
 
 def _with_tensors(structure: Any, tensor: Any) -> Any:
-    return torch.utils._pytree.tree_map(
+    return tree_map(
         lambda leaf: tensor(leaf.value) if isinstance(leaf, _Of) else leaf,
         structure,
         is_leaf=lambda leaf: isinstance(leaf, _Of),

@@ -838,7 +838,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
     words += _near("Speed", errors(done, "speed_off"), (0.05, 0.15))
     words += _near("Speed, calibrated", errors(done, "calibrated_off"), (0.05, 0.15))
     outside = [line for line in done if line["gpu"] not in _WITH_ROWS_IN_SIGHT]
-    for kind in accuracy(done)["kinds"]:
+    for kind in dict.fromkeys(kind for line in done for kind in line["kinds"]):
         of_kind = errors([line for line in outside if kind in line["kinds"]], "speed_off")
         words += _near(f"Speed of {kind}", of_kind, (0.15, 0.35))
     out = [line for line in done if line["memory_kind"] == OOM]
