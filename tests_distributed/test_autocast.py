@@ -28,6 +28,7 @@ MOVES = {
 OTHERS = {
     *("route", "sum_parts"),  # whole numbers; sums of gradients and losses, which are float32 in the plain model, too
     *("mxfp8_linear", "mxfp8_linear_backward"),  # `MXFP8Linear` casts for them
+    *("border", "made_apart"),  # in traces of plans alone
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
@@ -103,7 +104,9 @@ def test_kernels_get_the_dtypes_of_the_plain_model(rank: int, world_size: int, n
 
 def test_every_operator_of_ours_has_its_place() -> None:
     import nemo_like.distributed.context.methods
-    import nemo_like.distributed.expert.exchange  # noqa: F401
+    import nemo_like.distributed.expert.exchange
+    import nemo_like.mxfp8
+    import nemo_like.planning.trace.compiled_pieces  # noqa: F401
 
     names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     assert {name for name in names if hasattr(torch.ops.nemo_like, name)} == COMPUTES.keys() | MOVES | OTHERS
