@@ -350,8 +350,8 @@ class Job:
         """
         ranks = self.ranks // self.pp.size
         strategy = in_stage(self.strategy) if isinstance(self.strategy, FSDP2) else self.strategy
-        alone = replace(self, world_size=ranks, pp=PipelineParallel(), strategy=strategy).is_single
-        return replace(self, pp=PipelineParallel(), world_size=ranks, strategy=Single() if alone else strategy)
+        stage = replace(self, pp=PipelineParallel(), world_size=ranks, strategy=strategy)
+        return replace(stage, strategy=Single()) if stage.is_single else stage
 
     # --- as code ---------------------------------------------------------------------------------------------------
 

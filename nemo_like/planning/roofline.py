@@ -44,9 +44,8 @@ def kernel_seconds(op: OpRecord, device: Device) -> float:
     op_facts = ops.facts(op.op)
     if op.view or op_facts.exchange or is_sequence_op(op):
         return 0.0
-    computing = op.flops / device.flops_of(op.op, half=op.half)
-    if op.flops and not op_facts.attention:
-        computing = product_seconds(op, device)[0]
+    is_product = op.flops and not op_facts.attention
+    computing = product_seconds(op, device)[0] if is_product else op.flops / device.flops_of(op.op, half=op.half)
     casts = op_facts.casts * (op.moved - op.bytes) / device.bandwidth
     return casts + max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
 

@@ -143,9 +143,10 @@ def test_reserved_bytes_are_kept_for_other_limits_losses_and_gpus(
     one = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, microbatches=4))
     with kept_in(tmp_path):
         query_of = Traced(Text(4), labelled(torch.zeros(2, 16, dtype=torch.long))).query
-        queries = [query_of(job) for job in (one, one.change(loss="chunked"), one.change(gpu="h200"))]
+        others = ({"loss": "chunked"}, {"gpu": "h200"}, {"attention": "flash"})
+        queries = [query_of(job) for job in (one, *(one.change(**other) for other in others))]
         sizes = [reserved.reserved_within(q, q.uniform("full"), 2**40 + at, [0]) for at, q in enumerate(queries)]
-    assert sizes[0] == sizes[1] == sizes[2] and replay.call_count == 1
+    assert len(sizes) == 4 and all(size == sizes[0] for size in sizes) and replay.call_count == 1
 
 
 QUESTIONS = (

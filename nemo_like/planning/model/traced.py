@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -51,13 +53,15 @@ from nemo_like.planning.selection.layer import (
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_memory, traced_block
-from nemo_like.planning.trace.compiled_pieces import ALLOCATES, Pieces, traced_pieces
 from nemo_like.planning.trace.kinds import KindFacts, ModelFacts, ModelTrace, TracedCall, trace_kind
 from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents, OuterEvents
 from nemo_like.planning.trace.store import contents_of_integers, current_store, digest
 from nemo_like.precision import check_capability, check_float8, check_four_bits, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
+
+if TYPE_CHECKING:
+    from nemo_like.planning.trace.compiled_pieces import Pieces
 
 # Modes that are planned without a budget: those that `TracedPart.uniform` takes.
 MODES = ("none", "full", "selective")
@@ -435,11 +439,12 @@ class TracedPart:
             if not self.problems[kind].compiles(choice):
                 raise NotCompiledError("a region that keeps some of its tensors runs eagerly around split experts")
             if key not in graphs:
-                trace = functools.partial(traced_pieces, apart=apart) if apart else traced_block
+                trace = functools.partial(_pieces().traced_pieces, apart=apart) if apart else traced_block
                 graphs[key] = trace(block, self.live.run, used, fuses=compiler == "inductor")
-            if isinstance(pieces := graphs[key], Pieces):
+            pieces: Any = graphs[key]
+            if apart:
                 events = engine(pieces)
-                makers = {number: op for number, op in events.makers.items() if op is not ALLOCATES}
+                makers = {number: op for number, op in events.makers.items() if op is not _pieces().ALLOCATES}
                 return replace(events, makers=makers, kept_inputs=None if around else pieces.kept_inputs)
             policy = None if around else self.regions(kind, choice).get("")
             return compiled_memory(pieces(policy), around=around, accumulate=accumulate, received=received)
@@ -557,6 +562,11 @@ def _policy(problem: BlockProblem, choice: Choice) -> Policy:
         return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
     on_device = {"host": "save"}
     return DecisionTable.from_json({op: [on_device.get(w, w) for w in row] for op, row in problem.rows(choice).items()})
+
+
+def _pieces() -> ModuleType:
+    """Return the module of layers in several graphs, which few plans need: its operators take 40 ms to register."""
+    return importlib.import_module("nemo_like.planning.trace.compiled_pieces")
 
 
 def shape_of(job: Job) -> Hashable:

@@ -302,7 +302,12 @@ def _within(query: PlanQuery, rank: int, choices: Choices, memory: int, written:
     """Return the bytes reserved on one rank; `written`: writes its steps. They are kept for other limits and losses."""
     stages = [query.stages[index] for index in query.of_rank(rank)]
     # A stage that sends its output has no loss, whatever the last one has; and no rate of a GPU changes a byte.
-    job = replace(query.job, gpu=None, loss=query.job.loss if any(stage.slice.is_last for stage in stages) else None)
+    job = replace(
+        query.job,
+        gpu=None,
+        attention=None,
+        loss=query.job.loss if any(stage.slice.is_last for stage in stages) else None,
+    )
     about = (job, query.device.cuda, [[choice.told for choice in choices[stage.slice.index]] for stage in stages], rank)
     logs = cache(partial(written, query, rank, choices))
 
