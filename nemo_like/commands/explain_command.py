@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ EXAMPLES = (
     "memory_snapshot.pickle --model llama3-8b --gpus 8 --ac full",
     "--used 71GiB --model llama3-8b --gpus 8",
     "train.log",
+    "before.pickle after.pickle",
+    "snapshots_of_ranks",
     "memory_snapshot.pickle --strip to_send.pickle",
 )
 _OWN = ("file", "used", "device", "json", "strip", "model", "help")
@@ -32,9 +35,9 @@ _OWN = ("file", "used", "device", "json", "strip", "model", "help")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "file": {
-        "nargs": "?",
+        "nargs": "*",
         "help": "a snapshot of torch.cuda.memory._dump_snapshot, also gzipped, or a text with an out-of-memory message "
-        "(-: standard input)",
+        "(-: standard input); several snapshots, or the folder of a job's ranks, are put into one table",
     },
     "--used": {"help": "memory in use by nvidia-smi (71GiB): with a file, or with --model alone"},
     "--device": {"type": int, "metavar": "N", "help": "the number of the GPU (default: the one with most)"},
@@ -55,6 +58,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def run(args: argparse.Namespace) -> int:
     """Print the parts at the peak, or the causes of a message."""
     used = None if args.used is None else parse_bytes(args.used, "--used")
+    missing = next((file for file in args.file if file != "-" and not Path(file).exists()), None)
+    if missing is not None:
+        raise ValueError(f"{missing!r} does not exist. Give a snapshot of torch.cuda.memory._dump_snapshot, or a log.")
+    if len(args.file) > 1 or any(map(os.path.isdir, args.file)):
+        return _several(args)
+    args.file = next(iter(args.file), None)
     if args.file is None:
         if used is None or args.model is None:
             raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
@@ -78,6 +87,17 @@ def run(args: argparse.Namespace) -> int:
         source: Any = used if args.file is None else Path(args.file)
         explanation = explained_source(source, planned, device=args.device, used=used)
     print_report(args, str(explanation), lambda: json.dumps(explanation.to_dict(), indent=1))
+    return 0
+
+
+def _several(args: argparse.Namespace) -> int:
+    """Print several snapshots in one table."""
+    plan = [action.dest for action in args.own._actions if action.dest not in ("file", "device", "json", "help")]
+    refuse_unread(args, plan, "it is of one file, and several are compared with each other.")
+    from nemo_like.explaining.several import explain_files
+
+    explained = explain_files(args.file, device=args.device)
+    print_report(args, str(explained), lambda: json.dumps(explained.to_dict(), indent=1))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from nemo_like.explaining.explanation import Explanation, FailedRequest, MemoryR
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.parts import MemoryKind, StepParts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline, SnapshotError, read_snapshot, timelines
-from nemo_like.explaining.stacks import operator_of, place_of
+from nemo_like.explaining.stacks import Phase, operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
 
 if TYPE_CHECKING:
@@ -181,8 +182,18 @@ def _compared(used: int, need: int, planned: PlannedJob) -> Iterator[str]:
 
 # Explanation of a recorded timeline: parts, layers and places at its peak.
 
+_SHORT = 40  # Characters of a place that has no line of its own.
 _PLACES = 3  # Places in the source that are named for each part.
 _ALIKE = 0.02  # Share by which layers may differ and are called alike.
+_STRETCHES = {
+    Phase.FORWARD: "forward",
+    Phase.LOSS: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.RECOMPUTATION: "backward",
+    Phase.OPTIMIZER: "the optimizer's step",
+    Phase.CLIPPING: "the optimizer's step",
+    Phase.STATE: "saving or loading",
+}
 
 
 def explained(timeline: MemoryTimeline, planned: PlannedJob | None = None) -> Explanation:
@@ -194,21 +205,18 @@ def explained(timeline: MemoryTimeline, planned: PlannedJob | None = None) -> Ex
     compared = comparison is not None and not comparison.refusal
     cures = planned.cures(peak) if planned is not None and compared else cures_of(timeline, parts)
     sizes = totals((parts.named[block].kind, block.size) for block in alive)
-    notes = list(timeline.notes)
-    if not any(block.born > BEFORE for block in timeline.blocks):
-        notes += [
-            "No allocation was recorded: these blocks were there when it was written. Record with",
-            "torch.cuda.memory._record_memory_history() before the first step.",
-        ]
     layers, failed = _by_layer(parts, alive), timeline.out_of_memory
     return Explanation(
         device=timeline.device,
         peak_bytes=peak,
         reserved_bytes=max(timeline.reserved),
+        in_use_then=timeline.active[timeline.most_reserved_at + 1],
         named_bytes=peak - sizes[MemoryKind.OLD],
-        where=_where(timeline, parts, at),
+        where=_where(timeline, parts, at) if timeline.recorded else "",
+        peaks=_peaks(timeline, parts) if timeline.recorded else {},
         parts={kind.value: size for kind, size in sizes.most_common()},
         layers=layers,
+        layer_words=_layer_words(parts),
         rows=tuple(_rows(parts, alive, sizes, layers)),
         unexpected=tuple(unexpected_at_peak(timeline, parts)),
         out_of_memory=None
@@ -219,7 +227,7 @@ def explained(timeline: MemoryTimeline, planned: PlannedJob | None = None) -> Ex
             failed["size"],
             failed.get("device_free", 0),
         ),
-        notes=tuple(notes),
+        notes=tuple(timeline.notes),
         cures=tuple(cures),
         comparison=comparison,
     )
@@ -230,6 +238,19 @@ def _where(timeline: MemoryTimeline, parts: StepParts, at: int) -> str:
     if last is None:
         return "before the recording" if at == BEFORE else "at the end of a free"
     return f"{parts.named[last].phase}, {_stack_words(last.frames)}".rstrip(", ")
+
+
+def _peaks(timeline: MemoryTimeline, parts: StepParts) -> dict[str, int]:
+    """Return the highest bytes within each stretch of a step, the highest first."""
+    begun = ((block.born, _STRETCHES.get(each.phase)) for block, each in parts.named.items() if block.born > BEFORE)
+    starts, highest = sorted((event, name) for event, name in begun if name), dict[str, int]()
+    for (since, name), (until, _) in pairwise([*starts, (len(timeline.trace), "")]):
+        highest[name] = max(highest.get(name, 0), *timeline.active[since + 1 : until + 1])
+    return dict(Counter(highest).most_common())
+
+
+def _layer_words(parts: StepParts) -> str:
+    return "calls" if parts.of_calls else "layers"
 
 
 def _stack_words(frames: Any) -> str:
@@ -253,11 +274,11 @@ def _rows(
         if kind is MemoryKind.ACTIVATIONS and layers:
             alike = max(layers) - min(layers) <= _ALIKE * max(layers)
             words = "all alike" if alike else f"{min(layers) / MIB:,.0f} to {max(layers) / MIB:,.0f} MiB"
-            where = f"{len(layers)} layers of {sum(layers) / len(layers) / MIB:,.0f} MiB, {words}"
-        elif len(places) == 1:
+            where = f"{len(layers)} {_layer_words(parts)} of {sum(layers) / len(layers) / MIB:,.0f} MiB, {words}"
+        elif len(places) == 1 and len(next(iter(places))) <= _SHORT:
             where = next(iter(places))
         yield MemoryRow(kind.value, size, sum(map(len, places.values())), where)
-        if len(places) > 1:
+        if not where or len(places) > 1:
             ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
             yield from (
                 MemoryRow(f"  {place}", sum(block.size for block in blocks), len(blocks))

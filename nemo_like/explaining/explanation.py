@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like._util.table import Column, Table, byte_word, paragraph
 from nemo_like._util.words import MIB
-from nemo_like.explaining.unexpected import Cure, Unexpected
+from nemo_like.explaining.unexpected import OF_RESERVED, Cure, Unexpected
 
 _WIDTH = 80
 
@@ -57,11 +57,17 @@ class Explanation:
     named_bytes: int
     """Bytes at the peak of which the part is known."""
     where: str
-    """Phase, operator and place of the last allocation before the peak."""
+    """Phase, operator and place of the last allocation before the peak; empty: nothing was recorded."""
     parts: Mapping[str, int]
     """Bytes at the peak by part, the largest first."""
     layers: tuple[int, ...] = ()
     """Bytes at the peak of each layer; empty where layers are not known."""
+    layer_words: str = "layers"
+    """``"layers"``, or ``"calls"``, which share their weights."""
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    """Highest bytes within forward, backward, the optimizer's step and saving, as far as they were recorded."""
+    in_use_then: int = 0
+    """Bytes in blocks at the moment of `reserved_bytes`."""
     rows: tuple[MemoryRow, ...] = ()
     """The parts, and the places in the source that made most of each."""
     unexpected: tuple[Unexpected, ...] = ()
@@ -88,6 +94,7 @@ class Explanation:
             "where": self.where,
             "parts": dict(self.parts),
             "layers": [{"index": index, "bytes": size} for index, size in enumerate(self.layers)],
+            "peaks": dict(self.peaks),
             "unexpected": [each.to_dict() for each in self.unexpected],
             "cures": [asdict(cure) for cure in self.cures],
             "oom": None if self.out_of_memory is None else asdict(self.out_of_memory),
@@ -107,18 +114,21 @@ def _lines(explanation: Explanation) -> Iterable[str]:
     yield from explanation.lines
     if failed is not None and not explanation.lines:
         free = byte_word(failed.free_bytes)
-        yield f"Out of memory: {byte_word(failed.asked_bytes)} asked, {free} free, in {failed.where}."
+        yield f"Out of memory: {byte_word(failed.asked_bytes)} requested, {free} free, in {failed.where}."
     if not explanation.lines:
-        yield f"Peak {byte_word(peak)} ({byte_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
+        yield from _peak_lines(explanation)
         if comparison is not None and not comparison.refusal:
             more = comparison.peak_bytes / max(1, peak) - 1
             yield f"Plan {byte_word(comparison.peak_bytes)} ({more:+.1%}), in {comparison.where}."
         for each in explanation.unexpected:
             yield paragraph(f"{byte_word(each.size)} should not be there: {each.words}.", _WIDTH)
+            of_reserved = each.kind in OF_RESERVED
+            before = explanation.reserved_bytes if of_reserved else peak
             if each.change:
-                yield f"Paste:  {each.change}   (peak {byte_word(each.peak_after)})"
+                after = f"{byte_word(each.peak_after)} instead of {byte_word(before)}"
+                yield f"Paste:  {each.change}   ({'reserved' if of_reserved else 'peak'} {after})"
     if explanation.rows:
-        rows = ((row.what[:40], _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
+        rows = ((row.what, _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
         yield _table("what", "MiB", "blocks", "where", rows=rows)
         if explanation.named_bytes < peak:
             yield f"{explanation.named_bytes / max(1, peak):.1%} of the bytes have a name."
@@ -132,6 +142,21 @@ def _lines(explanation: Explanation) -> Iterable[str]:
         lower = ((cure.change, _mib(cure.peak_after - peak), _mib(cure.peak_after)) for cure in explanation.cures)
         yield _table("changes that lower the peak", "MiB", "peak", rows=lower)
     yield from explanation.notes
+
+
+def _peak_lines(explanation: Explanation) -> Iterable[str]:
+    """Yield the peak of tensors, the next ones, and the most reserved bytes, each of one moment."""
+    peak, reserved = byte_word(explanation.peak_bytes), byte_word(explanation.reserved_bytes)
+    if not explanation.where:
+        yield "Nothing was recorded: the file has the blocks of the moment at which it was written. Record with"
+        yield "torch.cuda.memory._record_memory_history() before the first step."
+        yield f"In use {peak} of {reserved} reserved; {byte_word(explanation.reserved_bytes - explanation.peak_bytes)} free."
+        return
+    yield f"Peak {peak}, in {explanation.where}."
+    others = [f"{name}: {byte_word(size)}" for name, size in list(explanation.peaks.items())[1:3]]
+    if others:
+        yield f"Then {', '.join(others)}."
+    yield f"Reserved {reserved} at most, of which {byte_word(explanation.in_use_then)} were in use then."
 
 
 def _table(*names: str, rows: Iterable[tuple[str, ...]]) -> str:

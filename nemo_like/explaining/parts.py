@@ -2,8 +2,9 @@
 
 A block has the part of the phase that made it, and of how long it lived: a block that backward makes and leaves is a
 gradient, one that the optimizer makes and leaves is its state. Of a layer are the blocks that come from one place in
-the source as often in a forward as there are layers. A block from before the recording has a part by evidence alone:
-its own stack, the one that freed it, or sizes equal to those of gradients or states that were recorded.
+the source as often in a forward as there are layers, or calls of one module: layers have weights of their own. A block
+from before the recording has a part by evidence alone: its own stack, the one that freed it, or sizes equal to those of
+gradients or states.
 """
 
 import functools
@@ -16,7 +17,7 @@ from itertools import groupby, pairwise
 
 from nemo_like._util.table import grouped, totals
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
-from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
+from nemo_like.explaining.stacks import Phase, is_workspace, phase_of, signature, text_of
 
 
 class MemoryKind(StrEnum):
@@ -37,6 +38,7 @@ class MemoryKind(StrEnum):
     COMMUNICATION = "gathered weights and communication"
     SAVED_STATE = "saving or loading"
     SCRIPT = "made by the script"
+    WORKSPACE = "workspaces of libraries"
     OLD = "from before the recording"
 
 
@@ -52,7 +54,7 @@ _BY_PHASE = {
     Phase.UNKNOWN: MemoryKind.OLD,
 }
 # Phases that alternate within a backward.
-_BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
+BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
 Mark = tuple[tuple[str, int], ...]  # Files and lines of a stack, the outermost first.
 _ROUND = 512  # Bytes to which the allocator rounds.
 # Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by
@@ -76,6 +78,7 @@ class StepParts:
 
     named: dict[Block, Named]
     layer_count: int | None  # The layers that most forwards agree on; None: they are known of no forward.
+    of_calls: bool = False  # The layers are calls of the same weights, as the steps of a recurrent network are.
 
 
 def parts_of(timeline: MemoryTimeline) -> StepParts:
@@ -91,10 +94,21 @@ def parts_of(timeline: MemoryTimeline) -> StepParts:
         for number, (block, phase) in enumerate(zip(allocations, phases))
     }
     old = [block for block in timeline.blocks if block.born == BEFORE]
-    by_size = _by_size(old, named)
-    named |= {block: _of_before(block, recorded, by_size) for block in old}
+    named |= {block: _of_before(block, recorded) for block in old}
+    named |= {block: replace(named[block], kind=kind) for block, kind in _by_size(old, named).items()}
     named |= {block: replace(named[block], kind=MemoryKind.MORE_WEIGHTS) for block in _further_copies(named)}
-    return StepParts(named, layer_count)
+    return StepParts(named, layer_count, layer_count is not None and not _own_weights(named, layer_count))
+
+
+def _own_weights(named: dict[Block, Named], count: int) -> bool:
+    """Return whether `count` layers have weights of their own: gradients or weights of one size are there for each.
+
+    The least block is of biases and numbers, which tell nothing.
+    """
+    staying = {MemoryKind.WEIGHTS, MemoryKind.OLD, MemoryKind.OLD_GRADIENTS}
+    weights = Counter(rounded(block) for block, each in named.items() if each.kind in staying)
+    of_each = weights | _sizes_in_a_step(named, MemoryKind.GRADIENTS)
+    return any(times >= count for size, times in of_each.items() if size > _ROUND)
 
 
 def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark]]:
@@ -106,7 +120,7 @@ def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Pha
 
 def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
     """Return for each allocation the event at which its phase ends."""
-    together = groupby(zip(allocations, phases), key=lambda pair: Phase.BACKWARD if pair[1] in _BACK else pair[1])
+    together = groupby(zip(allocations, phases), key=lambda pair: Phase.BACKWARD if pair[1] in BACK else pair[1])
     stretches = [[block for block, _ in stretch] for _, stretch in together]
     ends = [*(stretch[0].born for stretch in stretches[1:]), events]
     return [end for stretch, end in zip(stretches, ends) for _ in stretch]
@@ -127,6 +141,8 @@ def _steps(phases: Iterable[Phase]) -> list[int]:
 def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
     """Return the part of a block that `phase`, which ends at event `end`, has made."""
     stays = block.outlives(end)
+    if is_workspace(block.frames, block.requested):
+        return MemoryKind.WORKSPACE
     if phase is Phase.OPTIMIZER:
         return MemoryKind.STATE if stays else MemoryKind.STEP
     if phase is Phase.BACKWARD:
@@ -208,12 +224,12 @@ def _count(places: Iterable[Sequence[int]], allocations: Sequence[Block]) -> int
 # --- blocks from before the recording -----------------------------------------------------------------------------------
 
 
-def _of_before(block: Block, recorded: bool, by_size: dict[Block, MemoryKind]) -> Named:
+def _of_before(block: Block, recorded: bool) -> Named:
     phase = phase_of(block.frames, recorded=recorded) if block.frames else Phase.UNKNOWN
     if _is_zeroed(block):
         return Named(MemoryKind.OLD_GRADIENTS, phase)
-    if phase is Phase.UNKNOWN:
-        return Named(by_size.get(block, MemoryKind.OLD), phase)
+    if is_workspace(block.frames, block.requested):
+        return Named(MemoryKind.WORKSPACE, phase)
     kinds = {
         Phase.OPTIMIZER: MemoryKind.STATE,
         Phase.FORWARD: MemoryKind.ACTIVATIONS,
@@ -229,10 +245,11 @@ def _is_zeroed(block: Block) -> bool:
 def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, MemoryKind]:
     """Return which blocks without a stack are weights, states or a further copy, by the sizes that a step has recorded.
 
-    Each weight has a gradient of its size, and as a rule two states. Without as many recorded gradients or states
-    none is named: how often sizes occur does not tell weights from states.
+    Each weight has a gradient of its size, and as a rule two states. Without as many gradients or states that have a stack
+    none is named: how often sizes occur does not tell weights from states. A further copy has all sizes once more, and
+    stays: blocks that a step frees may be gradients.
     """
-    silent = [block for block in old if not block.frames and not _is_zeroed(block)]
+    silent = [block for block in old if named[block].kind is MemoryKind.OLD]
     sizes = Counter(map(rounded, silent))
     gradients, states = (_sizes_in_a_step(named, kind) for kind in (MemoryKind.GRADIENTS, MemoryKind.STATE))
     wanted = gradients if 3 * bytes_of(gradients) >= bytes_of(states) else states
@@ -243,9 +260,11 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
         wanted = Counter({size: max(1, times // (1 + pairs)) for size, times in states.items()})
     ordered = sorted(silent, key=lambda block: (block.died is not None, block.address))
     with_states = Counter({size: 3 * times for size, times in wanted.items()})
-    kinds = {block: MemoryKind.MORE_WEIGHTS for block in ordered if wanted[rounded(block)]}
-    kinds |= dict.fromkeys(first_of_sizes(ordered, with_states), MemoryKind.STATE)
-    return kinds | dict.fromkeys(first_of_sizes(ordered, wanted), MemoryKind.WEIGHTS)
+    kinds = dict.fromkeys(first_of_sizes(ordered, with_states), MemoryKind.STATE)
+    kinds |= dict.fromkeys(first_of_sizes(ordered, wanted), MemoryKind.WEIGHTS)
+    copies = list(first_of_sizes((block for block in ordered if block not in kinds and block.died is None), wanted))
+    whole = Counter(map(rounded, copies)) == wanted
+    return kinds | dict.fromkeys(copies if whole else (), MemoryKind.MORE_WEIGHTS)
 
 
 def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Block]:

@@ -41,7 +41,7 @@ GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
     "activations": (MemoryKind.ACTIVATIONS, MemoryKind.OF_FORWARD, MemoryKind.LOSS),
     "backward's temporaries": (MemoryKind.OF_BACKWARD, MemoryKind.RECOMPUTED),
     "gathered weights and communication": (MemoryKind.COMMUNICATION,),
-    "not planned": (MemoryKind.SAVED_STATE, MemoryKind.SCRIPT, MemoryKind.OLD),
+    "not planned": (MemoryKind.SAVED_STATE, MemoryKind.SCRIPT, MemoryKind.WORKSPACE, MemoryKind.OLD),
 }
 _KINDS = dict.fromkeys(STAYING, MemoryKind.WEIGHTS) | {
     Part.OPTIMIZER_STATE: MemoryKind.STATE,

@@ -7,10 +7,12 @@ they are at the end, and for each device the last events before. From both follo
 from __future__ import annotations
 
 import gzip
+import operator
 import pickle
 import re
 import zlib
 from array import array
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,6 +124,39 @@ class Block:
         return self.died is None or self.died > event
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A block that is taken to be gone from event `since` on, up to event `until` (None: until it was freed)."""
+
+    block: Block
+    since: int = BEFORE
+    until: int | None = None
+
+    @property
+    def end(self) -> int | None:
+        """The number of the event at which it is gone no longer."""
+        ends = [event for event in (self.until, self.block.died) if event is not None]
+        return min(ends, default=None)
+
+    def at(self, event: int) -> int:
+        """Return the bytes that are gone after `event`."""
+        return (
+            self.block.size
+            if max(self.block.born, self.since) <= event and (self.end is None or self.end > event)
+            else 0
+        )
+
+
+@dataclass
+class SegmentAt:
+    """A segment, or a mapped part of one, at some event."""
+
+    address: int
+    size: int
+    stream: int
+    blocks: list[Block] = field(default_factory=list)  # The largest first.
+
+
 @dataclass
 class MemoryTimeline:
     """The memory of a device after each event of its trace."""
@@ -140,6 +175,18 @@ class MemoryTimeline:
         return max(range(len(self.active)), key=self.active.__getitem__) - 1
 
     @property
+    def recorded(self) -> bool:
+        """True if any allocation was recorded: else the file has the blocks of one moment."""
+        return any(block.born > BEFORE for block in self.blocks)
+
+    @property
+    def expandable(self) -> bool:
+        """True if its segments grow already."""
+        return any(segment.get("is_expandable") for segment in self.segments) or any(
+            event["action"] == "segment_map" for event in self.trace
+        )
+
+    @property
     def out_of_memory(self) -> dict[str, Any] | None:
         """Return the first event of memory that ran out."""
         return next((event for event in self.trace if event["action"] == "oom"), None)
@@ -149,16 +196,33 @@ class MemoryTimeline:
         alive = (block for block in self.blocks if block.born <= at and block.outlives(at))
         return sorted(alive, key=lambda block: -block.size)
 
-    def peak_without(self, blocks: Mapping[Block, int], back: Mapping[Block, int] | None = None) -> int:
-        """Return the most active bytes, had each of `blocks` been gone from an event on; `BEFORE`: from the start.
+    def peak_without(self, gone: Iterable[Gone]) -> int:
+        """Return the most active bytes, had blocks been gone for a part of their life."""
+        spans = ((max(part.block.born, part.since), part.end, part.block.size) for part in gone)
+        less = _over_time((span for span in spans if span[1] is None or span[1] > span[0]), len(self.trace))
+        return max(map(operator.sub, self.active, less))
 
-        `back`: the event at which it is there again; default: never.
-        """
-        spans = (
-            (max(block.born, since), (back or {}).get(block, block.died), block.size) for block, since in blocks.items()
-        )
-        gone = _over_time((each for each in spans if each[1] is None or each[1] > each[0]), len(self.trace))
-        return max(size - less for size, less in zip(self.active, gone))
+    @cached_property
+    def most_reserved_at(self) -> int:
+        """Return the number of the event after which most is reserved, as `peak_at`; of several, with most in blocks."""
+        return max(range(len(self.reserved)), key=lambda number: (self.reserved[number], self.active[number])) - 1
+
+    def segments_at(self, at: int) -> list[SegmentAt]:
+        """Return the segments after event `at`, each with its blocks; of an expandable one each part that was mapped."""
+        ends = {segment["address"]: (segment["total_size"], segment.get("stream", 0)) for segment in self.segments}
+        for event in reversed(self.trace[at + 1 :]):
+            grows, address = _GROWS.get(event["action"], 0), event.get("addr", 0)
+            if grows < 0:
+                ends[address] = event["size"], event.get("stream", 0)
+            elif grows:
+                _take_out(ends, address, event["size"])
+        segments = [SegmentAt(address, size, stream) for address, (size, stream) in sorted(ends.items())]
+        starts = [segment.address for segment in segments]
+        for block in self.alive(at):
+            number = bisect(starts, block.address) - 1
+            if number >= 0:
+                segments[number].blocks.append(block)
+        return segments
 
 
 def timelines(snapshot: Mapping[str, Any]) -> Iterator[MemoryTimeline]:
@@ -211,6 +275,18 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     return MemoryTimeline(device, trace, segments, blocks, active, reserved, notes)
 
 
+def _take_out(ends: dict[int, tuple[int, int]], address: int, size: int) -> None:
+    """Take the bytes from `address` on out of the segment that has them; of an expandable one the rest stays."""
+    inside = (start for start, (total, _) in ends.items() if start <= address < start + total)
+    holder = address if address in ends else next(inside, None)
+    if holder is None:
+        return
+    total, stream = ends.pop(holder)
+    for start, end in ((holder, address), (address + size, holder + total)):
+        if end > start:
+            ends[start] = end - start, stream
+
+
 def _over_time(spans: Iterable[tuple[int, int | None, int]], events: int) -> array[int]:
     """Return the bytes at the start and after each event.
 
@@ -219,7 +295,7 @@ def _over_time(spans: Iterable[tuple[int, int | None, int]], events: int) -> arr
     change = array("q", bytes(8 * (events + 1)))
     for since, until, size in spans:
         change[since + 1] += size
-        if until is not None:
+        if until is not None and until < events:
             change[until + 1] -= size
     return array("q", accumulate(change))
 

@@ -37,7 +37,7 @@ _PACKAGE = re.compile(r".*?(?:site|dist)-packages/(.*)$")
 # The phase that a function belongs to, of those that match ``file:name`` the first; None: to none.
 _PHASES: tuple[tuple[Phase | None, str], ...] = (
     (None, r"torch/optim/lr_scheduler.*"),
-    (Phase.OPTIMIZER, r"torch/optim/.*|(?i:.*optim.*):step"),
+    (Phase.OPTIMIZER, r"torch/optim/.*|(?:.*/)?(?i:[^/]*optim[^/]*):(?:step|__init__)"),
     (Phase.CLIPPING, r".*clip_grad.*"),
     (
         Phase.RECOMPUTATION,
@@ -68,6 +68,8 @@ _PASSED = (
 )
 _PASSED_BY_PYTHON = ("runpy", "contextlib.py", "threading.py")  # Files of Python's own that do.
 _OF_PYTHON = re.compile(r"\.pyx?$|^<")
+# Bytes of cuBLAS' workspace before Hopper, ":4096:2:16:8" in KiB (``aten/src/ATen/cuda/CublasHandlePool.cpp``).
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
 # Operators that others call for their result.
 _ALLOCATES = {
     *("empty_memory_format", "empty_strided", "empty_like", "empty", "resize_"),
@@ -130,6 +132,15 @@ def phase_of(frames: Frames, *, recorded: bool) -> Phase:
         return Phase.BACKWARD if threaded or recorded else Phase.UNKNOWN
     names = " ".join(text_of(frame, "name") for frame in python).lower()
     return Phase.LOSS if any(word in names for word in ("loss", "cross_entropy", "softmax")) else Phase.SCRIPT
+
+
+def is_workspace(frames: Frames, size: int) -> bool:
+    """Return whether a library made the block for its own use, and keeps it: cuBLAS' workspace, that of a convolution.
+
+    A stack of Python alone does not name the library; cuBLAS' workspace has a size that no tensor has (65 x 128 KiB).
+    """
+    of_library = [text_of(frame, "name") for frame in frames if not _OF_PYTHON.search(text_of(frame, "filename"))]
+    return any("orkspace" in name for name in of_library) or (not of_library and size == CUBLAS_WORKSPACE)
 
 
 def class_at(filename: str, line: int) -> str:

@@ -2,18 +2,20 @@
 
 from bisect import bisect, bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nemo_like._util.table import byte_word, grouped
-from nemo_like.explaining.parts import MemoryKind, StepParts
-from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
-from nemo_like.explaining.stacks import Phase, place_of, text_of
+from nemo_like.explaining.parts import BACK, MemoryKind, Named, StepParts, rounded
+from nemo_like.explaining.snapshot import BEFORE, Block, Gone, MemoryTimeline, SegmentAt
+from nemo_like.explaining.stacks import Phase, phase_of, place_of, text_of
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
 
 _LEAST = 0.005  # Share of the peak below which a cause is left out.
 _FREE = 0.10  # Share of reserved bytes that must be free to be called fragmentation.
+# Share of a step's gradients that two moments have at least, also where frozen or sharded weights make the two unlike.
+_TWO = 1.5
 _IDLE = 0.5  # A stream is idle that has allocated nothing in the second half of the recording.
 _STEPS = 3  # Steps that must leave something behind, to be called growth.
 _FORWARD = {MemoryKind.ACTIVATIONS, MemoryKind.LOSS, MemoryKind.OF_FORWARD}
@@ -28,13 +30,17 @@ _LEFT = {
 }
 
 
+OF_RESERVED = {"idle streams", "fragmentation"}
+"""Kinds of causes that take reserved bytes, not those of tensors."""
+
+
 @dataclass(frozen=True)
 class Unexpected:
     """Memory that should not be there."""
 
     kind: str
-    size: int  # Bytes at the peak.
-    # Active bytes of the peak without them; of fragmentation, reserved bytes after the change.
+    size: int  # Bytes by which the peak is lower without it, by the allocator run over the recording.
+    # Active bytes of the peak without it; of `OF_RESERVED`, the most reserved bytes.
     peak_after: int
     words: str  # The cause, in words.
     change: str = ""  # The line to write, or the setting.
@@ -45,85 +51,171 @@ class Unexpected:
 
 
 def unexpected_at_peak(timeline: MemoryTimeline, parts: StepParts) -> list[Unexpected]:
-    """Return the causes of memory that should not be alive at the peak, the largest first."""
-    causes = [_cause(timeline, *each) for each in _left_behind(timeline, parts)]
-    causes += [_idle_stream(timeline), _fragments(timeline)]
+    """Return the causes of memory that should not be alive at the peak, the largest first; none if nothing was recorded."""
+    if not timeline.recorded:
+        return []
+    causes = [_cause(timeline, parts, *each) for each in _left_behind(timeline, parts)]
+    causes += [_idle_streams(timeline), _fragments(timeline)]
     least = _LEAST * timeline.active[timeline.peak_at + 1]
     return sorted((each for each in causes if each and each.size >= least), key=lambda each: -each.size)
 
 
 def _cause(
-    timeline: MemoryTimeline, kind: str, blocks: Mapping[Block, int], words: str, change: str = ""
+    timeline: MemoryTimeline, parts: StepParts, kind: str, blocks: Iterable[Gone], words: str, change: str = ""
 ) -> Unexpected | None:
-    """Return a cause: `blocks` should be gone from an event on, each; None where none is there at the peak."""
-    at = timeline.peak_at
-    size = sum(b.size for b, since in blocks.items() if max(b.born, since) <= at and b.outlives(at))
-    return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if size else None
+    """Return a cause, with the bytes by which the peak is lower without its blocks; None: less than half of theirs."""
+    gone = [span for span in blocks if parts.named[span.block].kind is not MemoryKind.WORKSPACE]
+    peak, claimed = timeline.active[timeline.peak_at + 1], sum(span.at(timeline.peak_at) for span in gone)
+    after = timeline.peak_without(gone) if claimed else peak
+    return Unexpected(kind, peak - after, after, words, change) if claimed and 2 * (peak - after) >= claimed else None
 
 
-def _left_behind(timeline: MemoryTimeline, parts: StepParts) -> Iterator[tuple[str, dict[Block, int], str, str]]:
+class _Steps:
+    """The recorded steps: where the forward and the backward of each begin, and the updates of the optimizer."""
+
+    def __init__(self, timeline: MemoryTimeline, parts: StepParts) -> None:
+        self.end, self.begins, self.turns = len(timeline.trace), dict[int, int](), dict[int, int]()
+        self.updates = list[int]()
+        self._order = list[tuple[int, Phase]]()
+        for block, named in sorted(parts.named.items(), key=lambda pair: pair[0].born):
+            if block.born == BEFORE:
+                continue
+            self._order.append((block.born, named.phase))
+            if named.phase is Phase.FORWARD:
+                self.begins.setdefault(named.step, block.born)
+            elif named.phase in BACK:
+                self.turns.setdefault(named.step, block.born)
+            elif named.phase is Phase.OPTIMIZER:
+                self.updates.append(block.born)
+
+    def turn(self, step: int) -> int:
+        """Return the event at which the backward of a step begins; the last one: it was not recorded."""
+        return self.turns.get(step, self.end)
+
+    def freed_by(self, block: Block) -> Phase | None:
+        """Return the phase that freed a block: by its stack, else by the allocation before; None: it stays."""
+        if block.died is None:
+            return None
+        if block.freed:
+            return phase_of(block.freed, recorded=True)
+        number = bisect(self._order, block.died, key=lambda pair: pair[0])
+        return self._order[number - 1][1] if number else Phase.UNKNOWN
+
+    def updated(self, first: int, last: int) -> bool:
+        """Return whether the optimizer made an update between two events."""
+        return bisect(self.updates, first) < bisect_left(self.updates, last)
+
+
+def _left_behind(
+    timeline: MemoryTimeline, parts: StepParts
+) -> Iterator[tuple[str, Iterable[Gone], str, str] | tuple[str, Iterable[Gone], str]]:
     """Yield the causes that are known by their blocks, as `_cause` takes them."""
-    begins: dict[int, int] = {}  # By step, where its forward begins.
-    for block, each in parts.named.items():
-        if each.phase is Phase.FORWARD and block.born > BEFORE:
-            begins[each.step] = min(block.born, begins.get(each.step, block.born))
-    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
+    steps = _Steps(timeline, parts)
     outlive = {  # blocks that are there when the next forward begins, with their names and that event
-        block: (each, begins[each.step + 1])
-        for block, each in parts.named.items()
-        if each.step + 1 in begins and block.outlives(begins[each.step + 1])
+        block: (named, steps.begins[named.step + 1])
+        for block, named in parts.named.items()
+        if named.step + 1 in steps.begins and block.outlives(steps.begins[named.step + 1])
     }
-    yield (
-        "gradients of the last step",
-        {
-            block: since
-            for block, (each, since) in outlive.items()
-            if each.kind is MemoryKind.OLD_GRADIENTS
-            or (each.kind is MemoryKind.GRADIENTS and _any_between(block.born, since, updates))  # they were used
-        },
-        "last step's gradients lie under the forward, since zero_grad() comes after it",
-        "optimizer.zero_grad()   before   model(...)",
-    )
-    of_steps = {block: since for block, (each, since) in outlive.items() if each.step > BEFORE}
-    outputs = {block: since for block, since in of_steps.items() if parts.named[block].kind in _FORWARD}
+    yield from _gradients(parts, steps, outlive)
+    of_steps = {block: since for block, (named, since) in outlive.items() if named.step > BEFORE}
+    outputs = _outputs(parts, steps, of_steps)
     largest = max(outputs, key=lambda block: block.size, default=None)
     place = "" if largest is None else place_of(largest.frames)
     yield (
         "outputs of an earlier step",
-        outputs,
+        [Gone(block, of_steps[block]) for block in outputs],
         f"tensors of an earlier forward are still referenced, most of them from {place or 'an unknown place'}",
         "del outputs, loss   behind   optimizer.step(); keep loss.item() or loss.detach()",
     )
     yield (
         "a further copy of weights",
-        {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS},
+        [Gone(block) for block, named in parts.named.items() if named.kind is MemoryKind.MORE_WEIGHTS],
         "blocks of the sizes of all weights are there once more: a second model, or an average of weights",
-        "",
     )
     yield (
         "frees that wait for streams",
-        {block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died},
+        [Gone(block, block.asked) for block in timeline.blocks if block.asked is not None],
         "they were freed, and wait for another stream that used them (record_stream)",
-        "",
     )
-    alive = [block for block in timeline.alive(timeline.peak_at) if parts.named[block].kind is not MemoryKind.WEIGHTS]
     yield (
         "made while saving",
-        {block: BEFORE for block in alive if _saves(block)},
+        [Gone(b) for b, named in parts.named.items() if named.kind is not MemoryKind.WEIGHTS and _saves(b)],
         "state_dict() has made it, for a checkpoint, and it is still there",
         "nemo_like.distributed.get_model_state(model, full=True), which gathers into CPU memory",
     )
-    leftovers = {block: since for block, since in of_steps.items() if parts.named[block].kind in _LEFT}
-    for place, blocks in grouped((place_of(block.frames), block) for block in leftovers).items():
+    at_peak = [b for b in timeline.alive(timeline.peak_at) if b in of_steps and parts.named[b].kind in _LEFT]
+    for place, blocks in grouped((place_of(block.frames), block) for block in at_peak).items():
         if len({parts.named[block].step for block in blocks}) >= _STEPS:
             born = [block.born for block in blocks]
-            which = "step" if _any_between(min(born), max(born), updates) else "micro-batch"
+            which = "step" if steps.updated(min(born), max(born)) else "micro-batch"
             yield (
                 "growth",
-                {block: leftovers[block] for block in blocks},
+                [Gone(block, of_steps[block]) for block in blocks],
                 f"each {which} leaves some behind, made at {place}",
-                "",
             )
+
+
+def _gradients(
+    parts: StepParts, steps: _Steps, outlive: Mapping[Block, tuple[Named, int]]
+) -> Iterator[tuple[str, Iterable[Gone], str, str]]:
+    """Yield the gradients that a forward found, and no backward added to.
+
+    They are freed before that backward; or the optimizer has used them, and they stay for all of the recording. Of those
+    from before it only their stacks are known, not whether micro-batches add up in them.
+    """
+    freed, kept, older = list[Gone](), list[Gone](), list[Gone]()
+    states = {rounded(block) for block, named in parts.named.items() if named.kind is MemoryKind.STATE}
+    for block, (named, since) in outlive.items():
+        turn = steps.turn(named.step + 1)
+        if named.kind not in (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS):
+            continue
+        if block.died is not None and block.died <= turn:
+            freed.append(Gone(block, since))
+        elif named.step > BEFORE and block.died is None and rounded(block) in states:
+            later = [
+                step
+                for step in steps.begins
+                if step > named.step and steps.updated(steps.turn(step - 1), steps.begins[step])
+            ]
+            kept += [Gone(block, steps.begins[step], steps.turn(step)) for step in later]
+        elif named.step == BEFORE and block.frames and turn == steps.end:
+            older.append(Gone(block, since))
+    kind = "gradients of the last step"
+    yield (
+        kind,
+        freed,
+        "last step's gradients lie under the forward, since zero_grad() comes after it",
+        "optimizer.zero_grad()   before   model(...)",
+    )
+    yield (
+        kind,
+        kept,
+        "last step's gradients lie under the forward, since zero_grad() only fills them with zeros",
+        "optimizer.zero_grad(set_to_none=True)   before   model(...)",
+    )
+    yield (
+        kind,
+        older,
+        "gradients from before the recording lie under the forward, which only accumulation over micro-batches requires",
+        "optimizer.zero_grad()   before   model(...)",
+    )
+
+
+def _outputs(parts: StepParts, steps: _Steps, of_steps: Mapping[Block, int]) -> list[Block]:
+    """Return the tensors of an earlier forward that the script still held: it freed them, or held those of several steps.
+
+    A backward frees its own step's, as a pipeline's micro-batches take turns; a module replaces its state in forward; a
+    table that the first step made stays, once.
+    """
+    places = grouped((place_of(b.frames), b) for b in of_steps if parts.named[b].kind in _FORWARD)
+    several = {place for place, blocks in places.items() if len({parts.named[block].step for block in blocks}) > 1}
+    freed = {block: steps.freed_by(block) for blocks in places.values() for block in blocks}
+    return [
+        block
+        for place, blocks in places.items()
+        for block in blocks
+        if (place in several if freed[block] is None else freed[block] not in {Phase.FORWARD, *BACK})
+    ]
 
 
 def _saves(block: Block) -> bool:
@@ -132,55 +224,58 @@ def _saves(block: Block) -> bool:
     return any(("state_dict" in name and "load" not in name) or name == "_init_optim_state" for name in names)
 
 
-def _idle_stream(timeline: MemoryTimeline) -> Unexpected | None:
-    """Free bytes in segments of streams that allocate no longer, which serve no other stream."""
-    allocations = (pair for pair in enumerate(timeline.trace) if pair[1]["action"] == "alloc")
-    last = {event.get("stream", 0): number for number, event in allocations}
-    idle = {stream for stream, number in last.items() if number < _IDLE * len(timeline.trace)}
-    free = sum(
-        segment["total_size"] - sum(block["size"] for block in segment["blocks"] if block["state"] != "inactive")
-        for segment in timeline.segments
-        if segment.get("stream", 0) in idle
+def _idle_streams(timeline: MemoryTimeline) -> Unexpected | None:
+    """Return the free segments of streams that allocate no longer, which serve no other stream; None: there are none."""
+    at, last = timeline.most_reserved_at, dict[int, int]()
+    for number, event in enumerate(timeline.trace):
+        if event["action"] == "alloc":
+            last[event.get("stream", 0)] = number
+    idle = {stream for stream, number in last.items() if number < min(at, _IDLE * len(timeline.trace))}
+    free = (
+        [segment.size for segment in timeline.segments_at(at) if segment.stream in idle and not segment.blocks]
+        if idle
+        else []
     )
+    since = max((last[stream] for stream in idle), default=BEFORE)
+    after = max([*timeline.reserved[: since + 1], *(size - sum(free) for size in timeline.reserved[since + 1 :])])
     if not free or len(idle) == len(last):  # where none allocates, the recording goes on behind the last step
         return None
     streams = "a stream" if len(idle) == 1 else f"{len(idle)} streams"
     return Unexpected(
         "idle streams",
-        free,
-        max(timeline.reserved) - free,
+        timeline.reserved[at + 1] - after,
+        after,
         f"it is free in segments of {streams} that no longer allocate",
         "torch.cuda.empty_cache()   once, behind the work on that stream",
     )
 
 
-def _any_between(first: int, last: int, events: Sequence[int]) -> bool:
-    """Return whether one of the `events`, which are in order, is between two others."""
-    return bisect(events, first) < bisect_left(events, last)
-
-
 def _fragments(timeline: MemoryTimeline) -> Unexpected | None:
-    """Reserved bytes beyond the most that was ever active: pieces of segments that no request could use."""
-    reserved, active = max(timeline.reserved), max(timeline.active)
-    if reserved - active <= _FREE * reserved:
+    """Return the bytes that growing segments would not reserve; None: less than half of those free, or few were."""
+    at = timeline.most_reserved_at
+    reserved, active = timeline.reserved[at + 1], timeline.active[at + 1]
+    if timeline.expandable or reserved - active <= _FREE * reserved:
         return None
-    whole, segments = byte_word(reserved), len(timeline.segments)
-    words = f"of {whole} reserved, so much was free in {segments:,} segments at the peak{_pins(timeline)}"
     failed = timeline.out_of_memory or {}
     after = reserved_if_expandable(timeline, reserved + int(failed.get("device_free", 0)))
-    if after is None or after > (1 - _LEAST) * reserved:
-        return Unexpected("fragmentation", reserved - active, active, words)
-    return Unexpected("fragmentation", reserved - active, after, words, EXPANDABLE)
+    # Free bytes from before the recording may be a cache of a larger peak.
+    after = reserved if after is None else max(after, timeline.reserved[0], active)
+    if 2 * (reserved - after) < reserved - active:
+        return None
+    segments = timeline.segments_at(at)
+    words = (
+        f"when {byte_word(reserved)} were reserved, {byte_word(active)} were in use, in {len(segments):,} segments"
+        f"{_pins(segments)}"
+    )
+    return Unexpected("fragmentation", reserved - after, after, words, EXPANDABLE)
 
 
-def _pins(timeline: MemoryTimeline) -> str:
+def _pins(segments: Iterable[SegmentAt]) -> str:
     """Return, in words, the place of the blocks that hold most of the segments that are half empty or more; empty: none."""
     held: dict[str, int] = defaultdict(int)
-    for segment in timeline.segments:
-        used = [block for block in segment["blocks"] if block["state"] != "inactive"]
-        if used and 2 * sum(block["size"] for block in used) <= segment["total_size"]:
-            largest = max(used, key=lambda block: block["size"])
-            held[place_of(largest.get("frames") or ())] += segment["total_size"]
+    for segment in segments:
+        if segment.blocks and 2 * sum(block.size for block in segment.blocks) <= segment.size:
+            held[place_of(segment.blocks[0].frames)] += segment.size
     place = max(held, key=lambda place: held[place], default="")
     return f"; segments stay for blocks of {place}" if place else ""
 
@@ -203,9 +298,8 @@ def cures_of(timeline: MemoryTimeline, parts: StepParts) -> list[Cure]:
     """Return the changes that lower the peak by a hundredth or more, the strongest first."""
     tried = list(_recomputed(timeline, parts))
     # 8-bit states have a quarter of the bytes of float32 ones.
-    states = [block for block, each in parts.named.items() if each.kind is MemoryKind.STATE]
-    if less := {replace(block, size=3 * block.size // 4): BEFORE for block in states}:
-        tried.append(Cure("optimizer='adamw-8bit': its state in 8 bits", timeline.peak_without(less)))
+    if less := [Gone(replace(block, size=3 * block.size // 4)) for block in _moments(parts)]:
+        tried.append(Cure("optimizer='adamw-8bit': float32 state in 8 bits", timeline.peak_without(less)))
     return strongest(tried, timeline.active[timeline.peak_at + 1])
 
 
@@ -215,26 +309,36 @@ def strongest(tried: Iterable[Cure], peak: int) -> list[Cure]:
     return sorted(enough, key=lambda cure: (cure.peak_after, cure.change))
 
 
+def _moments(parts: StepParts) -> list[Block]:
+    """Return the state of an optimizer with two moments for each weight, in more than 8 bits; empty: it has others."""
+    state = [block for block, named in parts.named.items() if named.kind is MemoryKind.STATE]
+    gradients = [block for block, named in parts.named.items() if named.kind is MemoryKind.GRADIENTS]
+    most = {named.step: 0 for named in map(parts.named.__getitem__, gradients)}
+    for block in gradients:
+        most[parts.named[block].step] += block.size
+    return state if sum(block.size for block in state) >= _TWO * max(most.values(), default=0) else []
+
+
 def _recomputed(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
     """Recompute layers: their activations are gone from the end of their forward to their backward, but for one each.
 
     The last tensor of a layer stays: it is the input of the next one. Tensors that recomputing makes and frees again at
-    once are not counted.
+    once are not counted. Where backward was not recorded, they are gone up to the end.
     """
     layers = grouped(
-        ((each.step, each.layer), block)
-        for block, each in parts.named.items()
-        if each.kind is MemoryKind.ACTIVATIONS and each.layer is not None and block.born > BEFORE
+        ((named.step, named.layer), block)
+        for block, named in parts.named.items()
+        if named.kind is MemoryKind.ACTIVATIONS and named.layer is not None and block.born > BEFORE
     )
-    gone, back = dict[Block, int](), dict[Block, int]()
+    gone = list[Gone]()
     for blocks in layers.values():
         last = max(blocks, key=lambda block: block.born)
         again = min((block.died for block in blocks if block is not last and block.died is not None), default=None)
-        for block in blocks:
-            if block is not last and again is not None:
-                gone[block], back[block] = last.born, max(last.born, again - 1)
+        until = None if again is None else max(last.born, again - 1)
+        gone += [Gone(block, last.born, until) for block in blocks if block is not last]
     if gone:
-        yield Cure("ac='full': layers recomputed", timeline.peak_without(gone, back))
+        unit = "each call" if parts.of_calls else "layers"
+        yield Cure(f"ac='full': {unit} recomputed", timeline.peak_without(gone))
 
 
 def reserved_if_expandable(timeline: MemoryTimeline, memory: int) -> int | None:

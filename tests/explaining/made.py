@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nemo_like.explaining.snapshot import MemoryTimeline, timeline
+
 RECORDS = Path(__file__).with_name("records")
 """Facts of published snapshots: sizes, order and names. The sources are in each file."""
 
@@ -31,6 +33,22 @@ def real(name: str) -> dict[str, Any]:
     return {"segments": segments, "device_traces": traces}
 
 
+def window(whole: MemoryTimeline, first: int, last: int) -> MemoryTimeline:
+    """Return a timeline as if the recording had begun before event `first` and ended after event `last`."""
+    segments = [
+        {
+            "address": segment.address, "total_size": segment.size, "stream": segment.stream,
+            "blocks": [
+                {"address": b.address, "size": b.size, "requested_size": b.requested, "state": "active_allocated",
+                 "frames": list(b.frames)}
+                for b in sorted(segment.blocks, key=lambda block: block.address)
+            ],
+        }
+        for segment in whole.segments_at(last)
+    ]  # fmt: skip
+    return timeline(segments, whole.trace[first : last + 1])
+
+
 def frame(name: str, filename: str, line: int) -> dict[str, Any]:
     """Return one frame of a stack."""
     return {"name": name, "filename": filename, "line": line}
@@ -43,6 +61,7 @@ _AROUND = {
     "loss": [frame("cross_entropy", f"{TORCH}/nn/functional.py", 3), frame("<module>", "/job/train.py", 31)],
     "backward": [frame("torch::autograd::Engine::thread_main()", "??", 0)],
     "optimizer": [frame("step", f"{TORCH}/optim/adamw.py", 7), frame("<module>", "/job/train.py", 33)],
+    "library": [frame("at::cuda::getNewWorkspace()", "??", 0), frame("forward", "/job/model.py", 21)],
     "zero_grad": [frame("zero_grad", f"{TORCH}/optim/optimizer.py", 9), frame("<module>", "/job/train.py", 29)],
     "script": [frame("<module>", "/job/train.py", 40)],
 }
@@ -62,6 +81,7 @@ class Recording:
     def __init__(self) -> None:
         self.trace: list[dict[str, Any]] = []
         self.alive: dict[int, tuple[int, list[dict[str, Any]], int]] = {}
+        self.cached: dict[int, tuple[int, list[dict[str, Any]], int]] = {}
         self._next = 1 << 30
 
     def make(
@@ -88,14 +108,19 @@ class Recording:
         """Ask to free what other streams still use."""
         self._event("free_requested", at, self.alive[at][0], stack(phase), self.alive[at][2])
 
-    def free(self, *addresses: int, phase: str = "script", frames: list[dict[str, Any]] | None = None) -> None:
-        """Free blocks, with their segments."""
+    def free(
+        self, *addresses: int, phase: str = "script", frames: list[dict[str, Any]] | None = None, cached: bool = False
+    ) -> None:
+        """Free blocks, with their segments; `cached`: their segments stay."""
         freed = stack(phase) if frames is None else frames
         for at in addresses:
             size, frames, stream = self.alive.pop(at)
             self._event("free_requested", at, size, freed, stream)
             self._event("free_completed", at, size, freed, stream)
-            self._event("segment_free", at, size, frames, stream)
+            if cached:
+                self.cached[at] = size, frames, stream
+            else:
+                self._event("segment_free", at, size, frames, stream)
 
     def _event(self, action: str, at: int, size: int, frames: Any, stream: int) -> None:
         self.trace.append({"action": action, "addr": at, "size": size, "stream": stream, "frames": frames})
@@ -105,9 +130,9 @@ class Recording:
         segments = [
             {
                 "device": 0, "address": at, "total_size": size, "stream": stream,
-                "blocks": [{"address": at, "size": size, "requested_size": size, "state": "active_allocated",
-                            "frames": frames}],
+                "blocks": [{"address": at, "size": size, "requested_size": size, "state": state, "frames": frames}],
             }
-            for at, (size, frames, stream) in self.alive.items()
+            for state, blocks in (("active_allocated", self.alive), ("inactive", self.cached))
+            for at, (size, frames, stream) in blocks.items()
         ]  # fmt: skip
         return {"segments": segments, "device_traces": [self.trace]}
