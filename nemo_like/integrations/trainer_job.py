@@ -1,6 +1,7 @@
 """The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, its largest batch, its plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,17 +14,24 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import copy_to_keep
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
-from nemo_like.options import DDP, ContextParallel, MemoryBudget, Precision, Single, StepSpec
+from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Precision, Single, StepSpec
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import Device, device_of, step_limit
+from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.predict import predict
 from nemo_like.planning.predictions.reserved import default_limit
-from nemo_like.planning.report import PlanReport
+from nemo_like.planning.report import SHARES, PlanReport, ReportRow
 from nemo_like.precision import Autocast
+from nemo_like.settings.paste import trainer_call
 from nemo_like.transformers_compat import prepared_inputs
 
+# Fields of training arguments by which transformers checkpoints every layer itself, in the order in which it reads them.
+_CHECKPOINTS = ("activation_checkpointing", "gradient_checkpointing")
 # Names of `TrainingArguments.optim` that are planned by another one.
 _OPTIMIZERS = TRAINER_OPTIMIZERS | {"paged_adamw_8bit": "adamw-8bit"}
+# The key of Liger's configuration for head and loss in one kernel, which it has if it is not told otherwise
+# (``_apply_liger_kernel_to_instance``).
+_LIGER_LOSS = "fused_linear_cross_entropy"
 _FEW_ROWS = 2000  # Rows of a data set without columns that are all made, to measure them.
 
 
@@ -42,6 +50,10 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     if optimizer not in _OPTIMIZERS:
         say_once(f"A plan has no optim={optimizer!r}: planned with torch's AdamW, whose state is as large or larger.")
     passes, ranks = args.gradient_accumulation_steps, world_size()
+    if asked.get("ac") in (None, "none") and own_checkpointing(args) is not None:
+        asked["ac"] = "full"
+    if getattr(args, "use_liger_kernel", False) and (args.liger_kernel_config or {}).get(_LIGER_LOSS, True):
+        asked["loss"] = "chunked"  # Liger's loss never makes the logits of all tokens, either.
     step = StepSpec(
         microbatches=passes,
         sync="last" if passes > 1 else "every",
@@ -56,6 +68,22 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         precision=Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype) if told.shards else dtype,
         **asked,
     )
+
+
+def own_checkpointing(args: object) -> tuple[str, str] | None:
+    """Return the setting by which a trainer checkpoints every layer itself, and the way to drop it; None: there is none.
+
+    Args:
+        args: training arguments of any transformers 5 (older names of the settings are read too).
+    """
+    for name in _CHECKPOINTS:
+        if getattr(args, name, False):
+            return f"{name}=True in the training arguments", f"Set {name}=False"
+    if (getattr(args, "fsdp_config", None) or {}).get("activation_checkpointing", False):
+        return "fsdp_config['activation_checkpointing']", "Remove it from fsdp_config"
+    if accelerate_settings().checkpoints:
+        return "accelerate's config (fsdp_activation_checkpointing: true)", "Set it to false"
+    return None
 
 
 def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
@@ -236,4 +264,47 @@ def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool
         device = device_of(job)
         memory = (default_limit(job, device) if memory is None else step_limit(device, memory)) - taken
         say_once(f"The reference model's {write_bytes(taken)} are not in the plan: its limit is lower by them.")
-    return predict(model, job, sample_input=sample, memory=memory, what_if=what_if)
+    set_up = ac_word(job.ac)
+    rows = [] if set_up in ("", *MODES) else [*SHARES, set_up]
+    report = predict(model, job, sample_input=sample, rows=rows, memory=memory, what_if=what_if)
+    args = trainer.args
+    sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": getattr(args, "max_length", None)}
+    return as_set_up(trainer, TrainerReport(**vars(report), sizes=sizes), set_up)
+
+
+def ac_word(ac: object) -> str:
+    """Return a mode or a budget as a report's rows have it; empty: it has no such row."""
+    word = ac.mode if isinstance(ac, CheckpointConfig) else ac.words if isinstance(ac, MemoryBudget) else None
+    return word if isinstance(word, str) and word != "sequential" else ""
+
+
+@dataclass(frozen=True)
+class TrainerReport(PlanReport):
+    """The report of a trainer's job: its line to paste is the trainer's arguments."""
+
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Rows of a micro-batch on one rank, and the longest row where the trainer cuts rows, by our flags."""
+
+    def call(self, row: ReportRow | None = None, sample: str | None = None) -> str:
+        """Return the arguments that run `row` (default: `best`); a trainer needs no `sample`.
+
+        Raises:
+            ValueError: nothing fits, and no row was given.
+        """
+        row = self.best if row is None else row
+        if row is None:
+            raise ValueError(self.verdict())
+        return trainer_call(self.job, ac=row.ac, **self.sizes)
+
+
+def as_set_up(trainer: Any, report: TrainerReport, set_up: str) -> TrainerReport:
+    """Return a report whose `best` is the row `set_up`, which the trainer was told to run, if that fits."""
+    row = next((row for row in report.rows if row.ac == set_up), None)
+    if row is None or row == report.best:
+        return report
+    own = own_checkpointing(trainer.args)
+    words = f"The trainer is set up with {own[0] if own else f'ac={set_up!r}'}"
+    if not row.fits:
+        return replace(report, answer=f"{words}, which does not fit: it takes {write_bytes(row.need.bytes)}.")
+    assert report.best is not None  # `row` fits
+    return replace(report, best=row, answer=f"{words}. Faster, and it fits: ac={report.best.ac!r}.")

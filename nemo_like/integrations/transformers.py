@@ -11,6 +11,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 """
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import base_model
-from nemo_like._util.words import a_or_an
+from nemo_like._util.words import a_or_an, write_bytes
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.consistency_checks import compare_batches
 from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
@@ -29,11 +30,13 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trainer_job import (
+    ac_word,
     call_of_model,
     copy_for_plans,
     is_stream,
     job_of_trainer,
     largest_batch,
+    own_checkpointing,
     plan_trainer,
     without_reference,
 )
@@ -104,21 +107,10 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
 
     `args`: training arguments of any transformers 5 (older names of the settings are read too).
     """
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if getattr(args, name, False):
-            raise ValueError(
-                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be recomputed twice. "
-                f"Set {name}=False, or ac='none'."
-            )
-    if (getattr(args, "fsdp_config", None) or {}).get("activation_checkpointing", False):
+    if (checkpointing := own_checkpointing(args)) is not None:
+        setting, way_out = checkpointing
         raise ValueError(
-            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be recomputed twice. "
-            "Remove it from fsdp_config, or set ac='none'."
-        )
-    if accelerate_settings().checkpoints:
-        raise ValueError(
-            "accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model: two wrappers "
-            "would nest, and ac= would have no effect. Set fsdp_activation_checkpointing: false, or ac='none'."
+            f"{setting} and ac= both checkpoint the model: it would be recomputed twice. {way_out}, or set ac='none'."
         )
 
 
@@ -274,6 +266,11 @@ class CheckpointingMixin:
             sample = call_of_model(self, largest_batch(self)) if self._sample is None else self._sample
             left = without_reference(self, budget, device_of(job))
             ac = plan_for(planned, job.change(ac=left, ac_scope=scope), sample_input=sample)
+            layers = Counter(layer.label for layer in ac.layers)
+            kinds = ", ".join(f"{count} {label}" for label, count in layers.items())
+            say_once(
+                f"ac={ac_word(budget)!r} chose, by layers: {kinds}. A step takes {write_bytes(ac.peak_bytes)} of tensors."
+            )
         cp = self._cp()
         if cp.size > 1:
             split_for_trainer(model, self, cp)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.table import paragraph
+from nemo_like.options import FSDP2
 from nemo_like.settings import trainer
 from nemo_like.settings.files import nested, settings_of
 
@@ -19,8 +20,10 @@ def trainer_call(job: Job, **more: Any) -> str:
     Args:
         job, more: as for `nemo_like.settings.write_settings`.
     """
-    tables, left = settings_of(trainer.TABLE, job, **more)
-    keywords = nested(tables)
+    shards = job.fsdp is not None
+    # The table is that of FSDP2; a Trainer on several ranks that is not told to shard takes DDP by itself.
+    tables, left = settings_of(trainer.TABLE, job if shards else job.change(strategy=FSDP2()), **more)
+    keywords = {name: value for name, value in nested(tables).items() if shards or not name.startswith("fsdp")}
     others = (trainer.OURS, trainer.TRLS)
     ours, trls = ({name: keywords.pop(name) for name in names if name in keywords} for names in others)
     lines = [f"Trainer: TrainingArguments({_written(keywords)})"]
