@@ -1,10 +1,9 @@
 """The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, its largest batch, its plan."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from nemo_like._util.log import say_once
@@ -13,6 +12,7 @@ from nemo_like._util.words import parse_dtype, write_bytes
 from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import copy_to_keep
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
+from nemo_like.integrations.trainer_batches import largest_batch
 from nemo_like.job import Job
 from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Precision, Single, StepSpec
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
@@ -32,7 +32,6 @@ _OPTIMIZERS = TRAINER_OPTIMIZERS | {"paged_adamw_8bit": "adamw-8bit"}
 # The key of Liger's configuration for head and loss in one kernel, which it has if it is not told otherwise
 # (``_apply_liger_kernel_to_instance``).
 _LIGER_LOSS = "fused_linear_cross_entropy"
-_FEW_ROWS = 2000  # Rows of a data set without columns that are all made, to measure them.
 
 
 def job_of_trainer(trainer: Any, **asked: Any) -> Job:
@@ -147,70 +146,6 @@ def without_reference(trainer: Any, budget: MemoryBudget, device: Device) -> Mem
             f"ac={str(budget)!r}: the reference model alone takes {write_bytes(taken)}. Give a larger budget."
         )
     return MemoryBudget(peak_bytes=size - taken)
-
-
-# --- the largest batch ------------------------------------------------------------------------------------------------
-
-
-def largest_batch(trainer: Any, rows: int | None = None) -> Any:
-    """Return the largest training batch that a trainer's data and collator can make. Leaves random states as they are.
-
-    The longest rows of the data are collated, as many as a batch has: by the lengths of columns of lists, or of the rows
-    themselves where the data is a list or has few of them. Of other data sets it is the first batch, which is logged.
-
-    Args:
-        rows: rows of the batch; default: the trainer's.
-
-    Raises:
-        ValueError: the training set is a stream, of which a batch would be lost.
-    """
-    if is_stream(trainer.train_dataset):
-        raise ValueError(
-            "The largest batch is made of the training set, and that is a stream: taking a batch would lose it. Pass "
-            "ac_sample_input= to the trainer."
-        )
-    with random_numbers_put_back():
-        loader = trainer.get_train_dataloader()
-        data, rows = loader.dataset, rows or trainer.args.train_batch_size
-        lengths = _lengths(data)
-        if lengths is None:
-            say_once("The rows of the training set have no lengths that are read at once: planned for its first batch.")
-            return next(iter(loader))
-        longest = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:rows]
-        return loader.collate_fn([data[row] for row in longest])
-
-
-def is_stream(data: Any) -> bool:
-    """Return whether a data set is read once from front to back, as those of ``datasets`` with ``streaming=True``."""
-    return isinstance(data, torch.utils.data.IterableDataset) or not (data is None or hasattr(data, "__getitem__"))
-
-
-def _lengths(data: Any) -> Sequence[int] | None:
-    """Return the length of each row; None: they are not known without making each row."""
-    if isinstance(data, Sequence):
-        return [_length(row) for row in data]
-    names = getattr(data, "column_names", None)
-    if not names:
-        few = hasattr(data, "__len__") and len(data) <= _FEW_ROWS
-        return [_length(data[row]) for row in range(len(data))] if few else None
-    columns = [column for name in names if (column := _list_lengths(data, name)) is not None]
-    return [sum(lengths) for lengths in zip(*columns)] if columns else None
-
-
-def _list_lengths(data: Any, name: str) -> Sequence[int] | None:
-    """Return the lengths of a column of lists of a `datasets.Dataset`; None: it has none."""
-    lengths: list[int] = []
-    for batch in data.with_format("arrow").select_columns([name]).iter(10_000):
-        column = batch.column(name)
-        if "list" not in str(column.type):
-            return None
-        lengths += column.combine_chunks().value_lengths().to_pylist()
-    return [length or 0 for length in lengths]
-
-
-def _length(row: Any) -> int:
-    values: Iterable[Any] = row.values() if isinstance(row, Mapping) else [row]
-    return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, str))
 
 
 class _ModelCalledError(Exception):

@@ -2,7 +2,7 @@
 out."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,8 @@ from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.words import write_bytes
-from nemo_like.integrations.trainer_job import call_of_model, largest_batch, reference_bytes
+from nemo_like.integrations.trainer_batches import find_largest, largest_batch
+from nemo_like.integrations.trainer_job import call_of_model, reference_bytes
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import flag_changes, saving, where_memory_runs_out
@@ -38,7 +39,8 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         model: as accelerate prepared it.
         step: the trainer's step on a batch.
     """
-    batch = largest_batch(trainer)
+    largest = find_largest(trainer)
+    batch = largest.batch
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     # Numbers, and metrics, which are numbers and text in containers, under a name with an underscore; a data set of plain
     # lists is none.
@@ -59,11 +61,8 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     with torch.no_grad():
         for buffer, value in kept:
             buffer.copy_(value)
-    values = batch.values() if isinstance(batch, Mapping) else []
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
-    rows = max((shape[0] for shape in shapes), default=0)
-    width = max((shape[1] for shape in shapes if len(shape) > 1), default=1)
-    say_once(f"The largest batch, {rows} x {width}, fits: forward, backward and the optimizer's state.")
+    named = f"The largest batch, {largest.shape}{largest.unknown}"
+    say_once(f"{named}, fits: forward, backward and the optimizer's state.")
 
 
 def _counts(value: Any) -> bool:

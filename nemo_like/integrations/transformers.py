@@ -29,13 +29,12 @@ from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
+from nemo_like.integrations.trainer_batches import is_stream, largest_batch
 from nemo_like.integrations.trainer_job import (
     ac_word,
     call_of_model,
     copy_for_plans,
-    is_stream,
     job_of_trainer,
-    largest_batch,
     own_checkpointing,
     plan_trainer,
     without_reference,

@@ -2,13 +2,16 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_like.integrations.trainer_batches import find_largest
 from nemo_like.integrations.trainer_job import job_of_trainer
 from nemo_like.integrations.transformers import plan_trainer
-from tests.integrations.common import QUIET
+from tests.integrations.common import QUIET, tokenizer
 from tests.integrations.test_trainer_memory import LENGTHS, counted, made_trainer, transformers, wide
+from tests.models import decoders
 
 
 def test_checkpointing_of_the_trainer_itself_is_planned(tmp_path: Path) -> None:
@@ -43,3 +46,55 @@ def test_a_budget_is_answered_in_the_log(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, "nemo_like")
     made_trainer("trainer", tmp_path, LENGTHS, wide, ac="auto")
     assert "ac='auto' chose, by layers: 4 none. A step takes " in caplog.text
+
+
+def test_the_batch_of_pairs_has_the_widest_prompt_and_answer(tmp_path: Path) -> None:
+    import datasets
+
+    sizes = [(5, 90, 400), (3, 300, 10), (200, 150, 150)] + [(4, 4, 4)] * 5
+    rows = [{name: " ".join(["w5"] * size) for name, size in zip(("prompt", "chosen", "rejected"), each)} for each in sizes]
+    trainer = made_trainer("dpo", tmp_path, data=datasets.Dataset.from_list(rows))
+    read = trainer.get_train_dataloader().dataset
+    widest = max(len(row["prompt_ids"]) + len(row[name]) for row in read for name in ("chosen_ids", "rejected_ids"))
+    assert widest > 400 and find_largest(trainer).batch["input_ids"].shape == (4, widest)
+
+
+def test_the_batch_of_packed_rows_is_named_by_its_rows(tmp_path: Path) -> None:
+    trainer = made_trainer(
+        "sft", tmp_path, [100] * 40, packing=True, max_length=510, per_device_train_batch_size=1,
+        padding_free=True, model=lambda: decoders.build("llama"),
+    )  # fmt: skip
+    longest = max(map(len, trainer.get_train_dataloader().dataset["input_ids"]))
+    assert longest > 400 and find_largest(trainer).shape == f"1 x {longest}"
+
+
+class Drawn:
+    """A data set whose rows are made."""
+
+    def __len__(self) -> int:
+        return 3000
+
+    def __getitem__(self, at: int) -> dict[str, list[int]]:
+        return {"input_ids": [5] * (400 if at == 2999 else 10), "labels": [5] * 10}
+
+
+def test_rows_that_were_not_measured_are_named(tmp_path: Path) -> None:
+    trainer = made_trainer("trainer", tmp_path, data=Drawn())
+    largest = find_largest(trainer)
+    assert largest.shape == "2 x 10" and "of 2,000 rows out of 3,000 that were measured" in largest.unknown
+
+
+def test_a_collator_with_a_generator_goes_on_as_without_the_check(tmp_path: Path) -> None:
+    def losses(check: bool) -> list[float]:
+        collate = transformers.DataCollatorForLanguageModeling(masking_tokenizer(), seed=3)
+        rows = [{"input_ids": [5] * length} for length in LENGTHS]
+        trainer = made_trainer("trainer", tmp_path, check_memory=check, data=rows, collate=collate)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def masking_tokenizer() -> Any:
+        words = tokenizer()
+        words.mask_token = "w4"
+        return words
+
+    assert losses(True) == losses(False)

@@ -25,7 +25,7 @@ trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from nemo_like.integrations.trainer_job import is_stream  # noqa: E402
+from nemo_like.integrations.trainer_batches import is_stream  # noqa: E402
 from nemo_like.integrations.transformers import (  # noqa: E402
     CheckpointingArguments,
     CheckpointingMixin,
@@ -95,9 +95,11 @@ def made_trainer(
     lengths: Sequence[int] = LENGTHS,
     model: Callable[[], nn.Module] | None = None,
     ready: Callable[[], None] = lambda: None,
+    data: Any = None,
+    collate: Any = None,
     **more: Any,
 ) -> Any:
-    """Return a trainer. `ready`: called between its arguments and itself."""
+    """Return a trainer. `ready`: called between its arguments and itself; `data`, `collate`: instead of those made here."""
     common: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, logging_steps=1, bf16=False, seed=5,
         optim="adamw_torch",
@@ -109,7 +111,7 @@ def made_trainer(
     arguments = {"trainer": Arguments, "sft": SFTArguments, "dpo": DPOArguments}[kind](**common)
     ready()
     if kind == "trainer":
-        return Trainer(built, arguments, train_dataset=_rows(lengths), data_collator=_collated)
+        return Trainer(built, arguments, train_dataset=data or _rows(lengths), data_collator=collate or _collated)
     if kind == "sft":
         return SFTTrainer(
             model=built, args=arguments, train_dataset=_texts(lengths, ["text"]), processing_class=tokenizer(),
@@ -117,7 +119,7 @@ def made_trainer(
         )  # fmt: skip
     return DPOTrainer(
         model=built, args=arguments, ref_model=decoders.build("llama", seed=1),
-        train_dataset=_texts(lengths, ["prompt", "chosen", "rejected"]), processing_class=tokenizer(),
+        train_dataset=data or _texts(lengths, ["prompt", "chosen", "rejected"]), processing_class=tokenizer(),
     )  # fmt: skip
 
 
