@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from nemo_like.commands import print_report, step_options
 from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.explaining.explain import LONGEST, explained_message, explained_source
 from nemo_like.explaining.messages import read_message
-from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, write_stripped
+from nemo_like.explaining.snapshot import write_stripped
+from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
 from nemo_like.options import parse_bytes
 
 if TYPE_CHECKING:  # a file alone needs no torch
@@ -79,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     planned = _planned(args)
     if args.file == "-":
-        message = read_message(sys.stdin.read()[-LONGEST:])
+        pieces = iter(lambda: sys.stdin.buffer.read(1 << 20), b"")
+        message = read_message(b"".join(deque(pieces, LONGEST >> 20)).decode(errors="replace"))
         if message is None:
             raise SnapshotError("Standard input has no out-of-memory message. Give the file of a snapshot, or a log.")
         explanation = explained_message(message, planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +15,8 @@ from nemo_like._util.words import MIB
 from nemo_like.explaining.explanation import Explanation, FailedRequest, MemoryRow
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.parts import MemoryKind, StepParts, parts_of
-from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline, SnapshotError, read_snapshot, timelines
+from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline, timelines
+from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
 from nemo_like.explaining.stacks import Phase, operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
 
@@ -95,8 +97,11 @@ def explained_source(
 
 def _end_of(path: Path) -> str:
     with path.open("rb") as file:
+        encoding = (
+            "utf-16" if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8"
+        )  # PowerShell's > writes the former
         file.seek(max(0, path.stat().st_size - LONGEST))
-        return file.read().decode(errors="replace")
+        return file.read(LONGEST).decode(encoding, errors="replace")
 
 
 def _of_snapshot(snapshot: Mapping[str, Any], planned: PlannedJob | None, device: int | None) -> Explanation:
@@ -143,7 +148,7 @@ def explained_message(message: OutOfMemory, planned: PlannedJob | None = None) -
         named_bytes=0,
         where="",
         parts={name: size for name, size in sizes.items() if size},
-        unexpected=tuple(Unexpected(cause.kind, 0, peak, cause.words) for cause in causes(message)),
+        unexpected=tuple(Unexpected(cause.kind, cause.size, peak, cause.words) for cause in causes(message)),
         out_of_memory=FailedRequest(message.device or 0, "", message.asked_bytes or 0, message.free_bytes or 0),
         cures=() if planned is None else tuple(planned.cures(peak)),
         lines=tuple(lines),

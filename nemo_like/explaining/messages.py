@@ -4,7 +4,9 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from nemo_like._util.words import GIB, MIB, UNITS, write_bytes
 
@@ -24,14 +26,16 @@ _PREFIX = re.compile(
     r"|\(\w+[^()\n]*\bpid=\d+[^()\n]*\)))+",  # Ray
     re.MULTILINE,
 )
+# The number of the rank in such a prefix.
+_RANK = re.compile(r"\[rank(\d+)\]:|\[default(\d+)\]:|[A-Za-z_]+\d+\|(\d+):|^\s*(\d+):\s")
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
     """The numbers of one message. None: the message does not have that number."""
 
-    # ``"torch 1.0 to 1.3"``, ``"torch 1.4 to 2.0"``, ``"torch 2.1+"``, ``"mps"``, ``"driver"``, ``"nccl"``, or ``"cut
-    # off"``: without the number of reserved bytes.
+    # ``"torch 1.0 to 1.3"``, ``"torch 1.4 to 2.0"``, ``"torch 2.1+"``, ``"cudaMallocAsync"``, ``"mps"``, ``"vllm"``, one of
+    # `_PLAIN`, or ``"cut off"``: without the number of reserved bytes.
     form: str
     kind: str = "CUDA"  # The backend: ``"CUDA"``, ``"HIP"``, ``"XPU"``, ``"NPU"``, ``"MUSA"``, ``"MPS"``.
     device: int | None = None
@@ -46,6 +50,10 @@ class OutOfMemory:
     # The part of `allocated_bytes` that is in private pools, such as those of CUDA graphs.
     private_pool_bytes: int | None = None
     allowed_bytes: int | None = None  # The limit of ``set_per_process_memory_fraction``.
+    # The rank that failed first, of so many, by the prefixes of a log; and whether steps follow in it.
+    rank: int | None = field(default=None, compare=False)
+    ranks: int = field(default=0, compare=False)
+    went_on: bool = field(default=False, compare=False)
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -63,12 +71,14 @@ class OutOfMemory:
 
     @property
     def elsewhere_bytes(self) -> int | None:
-        """Bytes of other processes."""
+        """Bytes of other processes: never more than are neither free nor of this process."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return sum(self.other_processes.values()) if self.other_processes else None
+        at_least = self.process_bytes or self.reserved_bytes or self.allocated_bytes or 0
+        room = max(0, self.total_bytes - self.free_bytes - at_least)
         if self.other_processes:
-            return sum(self.other_processes.values())
-        if self.total_bytes is None or self.free_bytes is None or self.process_bytes is None:
-            return None
-        return max(0, self.total_bytes - self.free_bytes - self.process_bytes)
+            return min(room, sum(self.other_processes.values()))
+        return None if self.process_bytes is None else room
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Cause:
     """One cause of the error, and a way out."""
 
     kind: str
+    size: int  # Its bytes; 0: the message does not have them.
     words: str
 
 
@@ -108,22 +119,125 @@ class Reading:
         return f"{self.dtype} {self.tensor}{tokens}{self.note and f' ({self.note})'}"
 
 
+class _Plain(NamedTuple):
+    """A message without numbers."""
+
+    form: str
+    pattern: str  # Of its text without blanks.
+    cause: str
+    words: str
+    kind: str = "CUDA"
+
+
+_LEAVE_ROOM = "Leave it room: torch.cuda.set_per_process_memory_fraction(0.9) before training."
+_PLAIN = (
+    _Plain(
+        "nccl",
+        r"FailedtoCUDA(?:calloc|malloc)(?:async)?(?:(?P<bytes>\d{1,15})bytes)?|(?:Cuda|HIP)failure(?:2)?'outofmemory'",
+        "nccl",
+        f"NCCL found no memory for its buffers. {_LEAVE_ROOM} Or set NCCL_MAX_NCHANNELS=8.",
+    ),
+    _Plain(
+        "vllm wakes up",
+        r"CUDAError:outofmemoryat\S{0,200}cumem_allocator",
+        "driver",
+        "vLLM takes its memory back, and the trainer still has it. Free that before wake_up(): offload its state, then "
+        "torch.cuda.empty_cache(). Or lower gpu_memory_utilization.",
+    ),
+    _Plain(
+        "vllm cache",
+        r"Noavailablememoryforthecacheblocks",
+        "vLLM",
+        "vLLM's share is full before its cache: of weights, activations, or of the trainer's memory. Raise "
+        "gpu_memory_utilization, or lower max_model_len and max_num_seqs.",
+    ),
+    _Plain(
+        "driver",
+        r"(?P<kind>CUDA|HIP|XPU|NPU)error:outofmemory|CUDA_ERROR_OUT_OF_MEMORY|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)"
+        r"|CU[A-Z]+_STATUS_ALLOC_FAILED",
+        "driver",
+        f"The driver, not torch's allocator, found no memory. {_LEAVE_ROOM}",
+    ),
+    _Plain(
+        "level zero",
+        r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+        "driver",
+        "Level Zero, not torch's allocator, found no memory. Leave it room: "
+        "torch.xpu.set_per_process_memory_fraction(0.9) before training.",
+        "XPU",
+    ),
+)
+# Text that each message has, if it is not wrapped there.
+_ANCHORS = (
+    *("out of memory", "OUT_OF_", "MemoryAllocation", "OutOfMemory", "ALLOC_FAILED", "Failed to CUDA"),
+    *("Free memory on device", "No available memory for", "would exceed allowed"),
+)
+_MESSAGE, _MESSAGES, _BETWEEN = 8_000, 2_000, 100_000  # Characters of a message; messages; characters that follow one.
+_WRAPPED = 1 << 20  # Characters at the end that are looked through for a wrapped message.
+# A line of a run that goes on.
+_STEPS = re.compile(r"\b(?:step|epoch|iter|iteration|loss)\b[\s:=\[('\"]{0,4}\d|\d%\|", re.IGNORECASE)
+
+
 def read_message(text: str) -> OutOfMemory | None:
-    """Return the numbers of the first out-of-memory message in `text`, which may be a whole log; None where it has none."""
-    text = _PREFIX.sub("", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
-    text = re.sub(r"[\s│]+", "", text)  # a terminal wraps lines within words and numbers, too
+    """Return the out-of-memory message that ended the run, of all in `text`, which may be a whole log; None: it has none.
+
+    Messages before lines of further steps were caught. Of those after them the one with most numbers counts, of the rank
+    that failed first.
+    """
+    if "\x1b" in text:
+        text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    anchors = (match.start() for anchor in _ANCHORS for match in re.finditer(re.escape(anchor), text))
+    lines = sorted({max(text.rfind("\n", 0, place) + 1, place - 200) for place in anchors})[-_MESSAGES:]
+    found = list[tuple[int, OutOfMemory]]()
+    before = 0
+    for begin, end in pairwise([*lines, len(text)]):
+        before = max(before, begin - 200)
+        message = _message(text[min(before, begin) : min(end, begin + _MESSAGE)])
+        if message is not None:
+            of_rank = _RANK.match(text, begin)
+            found.append((begin, replace(message, rank=int(of_rank[of_rank.lastindex or 0]) if of_rank else None)))
+            before = end
+    if not found:
+        return _message(text[-_WRAPPED:])
+    first = len(found) - 1
+    while first and not _STEPS.search(text, found[first - 1][0], min(found[first][0], found[first - 1][0] + _BETWEEN)):
+        first -= 1
+    burst = [message for _, message in found[first:]]
+    most = max(map(_told, burst))
+    told = [message for message in burst if _told(message) == most]
+    rank = next((message.rank for message in told if message.rank is not None), None)
+    return replace(
+        next(message for message in reversed(told) if message.rank == rank),
+        ranks=len({message.rank for message in burst} - {None}),
+        went_on=_STEPS.search(text, found[-1][0], found[-1][0] + _BETWEEN) is not None,
+    )
+
+
+def _told(message: OutOfMemory) -> int:
+    return sum(size is not None for size in (message.asked_bytes, message.total_bytes, message.allocated_bytes))
+
+
+def _message(text: str) -> OutOfMemory | None:
+    """Return the numbers of the first message in a text."""
+    text = re.sub(r"[\s│]+", "", _PREFIX.sub("", text))  # a terminal wraps lines within words and numbers, too
     backend = r"(CUDA|HIP|XPU|NPU|MUSA|MLU|HPU|MPS)(?:backend)?outofmemory"
-    if start := re.search(backend + r"(?=\.?Triedtoallocate|\(MPSallocated)", text):
+    if start := re.search(
+        backend + r"(?=\.?Triedtoallocate|\(MPSallocated)|(?=Allocationondevice\d{1,4}wouldexceed)", text
+    ):
         rest = text[start.end() :]
         following = re.search(backend, rest)
-        return _numbers(start[1], rest[: following.start()] if following else rest)
-    nccl = r"FailedtoCUDA(?:calloc|malloc)(?:async)?(?:(\d+)bytes)?|(?:Cuda|HIP)failure(?:2)?'outofmemory'"
-    if start := re.search(nccl, text):
-        return OutOfMemory("nccl", asked_bytes=int(start[1]) if start[1] else None)
-    driver = r"(CUDA|HIP)error:outofmemory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CU\w+_STATUS_ALLOC_FAILED"
-    if start := re.search(driver, text):
-        return OutOfMemory("driver", kind=start[1] or "CUDA")
-    bare = re.search(backend + r"(?:\.|$)|OutOfMemoryError:" + backend, text)
+        return _numbers(start[1] or "CUDA", rest[: following.start()] if following else rest)
+    too_little = r"Freememoryondevice(?:cuda:(\d{1,4}))?\({0}/{0}GiB\)onstartup.{1,60}utilization\({0},{0}GiB\)"
+    if start := re.search(too_little.replace("{0}", r"(\d{1,9}\.?\d{0,9})"), text):
+        free, total, _, asked = (round(float(number) * GIB) for number in start.groups()[1:])
+        device = int(start[1]) if start[1] else None
+        return OutOfMemory("vllm", device=device, asked_bytes=asked, total_bytes=total, free_bytes=free)
+    for plain in _PLAIN:
+        if start := re.search(plain.pattern, text):
+            named = start.groupdict()
+            size = int(named["bytes"]) if named.get("bytes") else None
+            return OutOfMemory(plain.form, kind=named.get("kind") or plain.kind, asked_bytes=size)
+    bare = re.search(rf"{backend}\.|Error:{backend}", text)
     return None if bare is None else OutOfMemory("cut off", kind=bare[1] or bare[2])
 
 
@@ -134,9 +248,11 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
         matches = (re.search(pattern.replace(" ", "").replace("{}", _SIZE), text) for pattern in patterns)
         return next((_bytes(match[1], match[2]) for match in matches if match), None)
 
-    requested = re.search(f"Triedtoallocate{_SIZE}", text)
-    device = re.search(r"(?:GPU|NPU|XPU)(\d+)(?:;|hasatotal)", text)
-    allocated = size("allocated memory {} is allocated by", "{} already allocated", "MPS allocated: {}")
+    requested = re.search(f"(?:Triedtoallocate|Requested:){_SIZE}", text)
+    device = re.search(r"(?:GPU|NPU|XPU)(\d{1,4})(?:;|hasatotal)|Allocationondevice(\d{1,4})would", text)
+    allocated = size(
+        *("allocated memory {} is allocated by", "{} already allocated", "MPS allocated: {}", "Currently allocated: {}")
+    )
     reserved = size("{} reserved in total")
     forms = {
         "torch 2.1+": size("and {} is reserved by PyTorch but"),
@@ -144,7 +260,11 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
         "torch 1.4 to 2.0": None if reserved is None or allocated is None else max(0, reserved - allocated),
     }
     form, unallocated = next(((form, free) for form, free in forms.items() if free is not None), ("cut off", None))
+    if "Currentlyallocated:" in text:
+        form = "cudaMallocAsync"
     process = size("his process has {} memory in use")
+    if process is not None and process < 0.98 * ((allocated or 0) + (unallocated or 0)):
+        process = None  # in a container, its number is 0 or another's
     others = {
         int(number): _bytes(value, unit)
         for number, value, unit in re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
@@ -152,16 +272,16 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
     if kind == "MPS":
         beside, form = size("other allocations: {}"), "mps"
         process = None if allocated is None or beside is None else allocated + beside
-    total, free = size("total capaci?ty of {}", "{} total capacity"), size("of which {} is free", "; {} free")
-    if process is None and allocated is not None and unallocated is not None:
-        this = _own_process(
-            others, allocated + unallocated, None if None in (total, free) else (total or 0) - (free or 0)
-        )
+    total = size("total capaci?ty of {}", "{} total capacity", "Device limit: {}")
+    free = size("of which {} is free", "; {} free", r"according to CUDA\): {}")
+    if process is None and allocated is not None:
+        used = None if None in (total, free) else (total or 0) - (free or 0)
+        this = _own_process(others, allocated + (unallocated or 0), used)
         process = others.pop(this) if this is not None else None
     return OutOfMemory(
         form=form,
         kind=kind,
-        device=int(device[1]) if device else None,
+        device=int(device[1] or device[2]) if device else None,
         asked_bytes=_bytes(requested[1], requested[2]) if requested else None,
         # Half of the last digit that is written.
         asked_error=math.ceil(_UNIT_BYTES.get(requested[2], 0) / 10 ** len(requested[1].partition(".")[2]) / 2)
@@ -174,7 +294,7 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
         allocated_bytes=allocated,
         unallocated_bytes=unallocated,
         private_pool_bytes=size("with {} allocated in private pools"),
-        allowed_bytes=size("max allowed: {}", "{} allowed;"),
+        allowed_bytes=size("max allowed: {}", "{} allowed;", r"memory fraction\): {}"),
     )
 
 
@@ -194,30 +314,73 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNIT_BYTES.get(unit, 1))
 
 
+class _Backend(NamedTuple):
+    """The names of a backend."""
+
+    tool: str  # It lists the processes.
+    module: str
+    fragments: str = "Keep the shapes of steps equal."
+    groups: str = "Use fewer process groups."
+
+
+_NCCL = "Use fewer process groups, or NCCL_MAX_NCHANNELS=8."
+_EXPANDABLE = "Set PYTORCH{}_ALLOC_CONF=expandable_segments:True."
+_BACKENDS = {
+    "CUDA": _Backend("nvidia-smi", "torch.cuda", _EXPANDABLE.format(""), _NCCL),
+    "HIP": _Backend("rocm-smi --showpids", "torch.cuda", _EXPANDABLE.format("_HIP"), _NCCL),
+    # https://www.hiascend.com/document: PYTORCH_NPU_ALLOC_CONF, and HCCL_BUFFSIZE, 200 MiB by default
+    "NPU": _Backend(
+        "npu-smi info",
+        "torch.npu",
+        _EXPANDABLE.format("_NPU"),
+        "Use fewer process groups, or HCCL_BUFFSIZE=100.",
+    ),
+    "XPU": _Backend("xpu-smi ps", "torch.xpu", _EXPANDABLE.format("")),
+    "MUSA": _Backend("mthreads-gmi", "torch.musa", _EXPANDABLE.format("_MUSA")),
+    "MLU": _Backend("cnmon", "torch.mlu", _EXPANDABLE.format("_MLU")),
+    "HPU": _Backend("hl-smi", "torch.hpu"),
+    "MPS": _Backend("Activity Monitor", "torch.mps"),
+}
+# Memory of 128 GB that a GPU shares with the CPU (DGX Spark, Jetson Thor, Strix Halo, MI300A); no card has as much.
+_SHARED = (112 * GIB, 128.5 * GIB)
+_LEAST = 0.3 * GIB  # Bytes of others or of private pools that are named.
+
+
 def causes(message: OutOfMemory) -> list[Cause]:
-    """Return the causes that the message shows, the strongest first: those that, removed, free enough come before others."""
-    if message.form == "nccl":
-        return [Cause("nccl", f"NCCL found no memory for its buffers. {_LEAVE_ROOM} Or set NCCL_MAX_NCHANNELS=8.")]
-    if message.form == "driver":
-        return [Cause("driver", f"The driver, not torch's allocator, found no memory. {_LEAVE_ROOM}")]
+    """Return the causes that the message shows: those that, removed, free enough, then live tensors, then the others.
+
+    Causes of a kind are in the order of their bytes, the largest first.
+    """
+    plain = next((plain for plain in _PLAIN if plain.form == message.form), None)
+    if plain is not None:
+        return [Cause(plain.cause, message.asked_bytes or 0, plain.words)]
     missing = (message.asked_bytes or 0) - (message.free_bytes or 0)
-    certain, sized = list(_certain_causes(message)), list(_sized_causes(message))
-    enough = [cause for size, cause in sized if size >= missing]
-    partly = [cause for size, cause in sorted(sized, key=lambda pair: -pair[0]) if size < missing]
-    return [*certain, *enough, *_live_causes(message, others_known=bool(certain or enough)), *partly]
-
-
-_LEAVE_ROOM = "Leave it room: torch.cuda.set_per_process_memory_fraction(0.9) before training."
+    certain = list(_certain_causes(message))
+    sized = sorted(_sized_causes(message), key=lambda cause: -cause.size)
+    graphs = 0.1 * (message.reserved_bytes or 0)  # fewer bytes in pools are a part of the live tensors, not a reason
+    enough = [
+        each for each in sized if each.size >= (max(missing, graphs) if each.kind == "private pools" else missing)
+    ]
+    live = _live_causes(message, others_known=bool(certain or enough))
+    return [*certain, *enough, *live, *(each for each in sized if each not in enough)]
 
 
 def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
     """Yield the causes that need no comparison with others."""
     requested, total, free = message.asked_bytes, message.total_bytes, message.free_bytes
-    reserved, allowed = message.reserved_bytes, message.allowed_bytes
-    if requested is not None and requested > (total or 512 * GIB):
+    reserved, allowed = message.reserved_bytes or message.allocated_bytes, message.allowed_bytes
+    if message.form == "vllm" and total and free is not None:
+        yield Cause(
+            "other processes",
+            total - free,
+            f"vLLM wants {write_bytes(requested or 0)}, and others have {write_bytes(total - free)}. Set "
+            f"gpu_memory_utilization={math.floor(100 * free / total) / 100}, or free the trainer's memory before.",
+        )
+    elif requested is not None and requested > (total or 512 * GIB):
         whose = "the GPU" if total else "any GPU"
         yield Cause(
             "one tensor larger than the GPU",
+            requested,
             f"One tensor of {write_bytes(requested)} is larger than {whose}. Look for a wrong length, mask or shape.",
         )
     elif (
@@ -228,74 +391,95 @@ def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
     ):
         yield Cause(
             "limit set by the process",
+            total - allowed,
             f"This process may use only {write_bytes(allowed)} of {write_bytes(total)}. Raise the limit of "
             "set_per_process_memory_fraction().",
         )
     elif reserved and total and reserved > 1.02 * total:
         yield Cause(
             "system memory (Windows)",
+            reserved - total,
             f"torch has {write_bytes(reserved)}, more than the GPU: Windows pages to CPU memory. Choose 'Prefer No "
             "Sysmem Fallback' in NVIDIA's settings.",
         )
     elif requested is not None and free is not None and free > requested:
         yield Cause(
             "more was free than asked",
-            "More was free than requested, so the memory was taken only for a moment. Look for other processes on this "
-            "GPU, then run again.",
+            free,
+            f"{write_bytes(free)} were free, but not in a block of {write_bytes(requested)}: so it is with unified "
+            f"memory, Windows, a driver's largest block. {_BACKENDS[message.kind].fragments}",
         )
 
 
-def _sized_causes(message: OutOfMemory) -> Iterator[tuple[int, Cause]]:
-    """Yield the causes that take bytes away from live tensors, each with these bytes."""
-    sizes, elsewhere = sorted(message.other_processes.values()), message.elsewhere_bytes or 0
-    reserved, outside = message.reserved_bytes, message.outside_bytes or 0
-    used = (message.total_bytes or 0) - (message.free_bytes or 0)
-    if len(sizes) > 1 and sizes[0] > 0.95 * sizes[-1] and sizes[-1] < 2.5 * GIB:
-        yield (
-            elsewhere,
-            Cause(
-                "other ranks' contexts",
-                f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
-                "torch.cuda.set_device(local_rank) before any CUDA call.",
-            ),
-        )
-    elif elsewhere > 0.3 * GIB:
-        yield (
-            elsewhere,
-            Cause(
-                "other processes",
-                f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with nvidia-smi and stop them.",
-            ),
-        )
-    elif message.process_bytes is None and reserved is not None and message.free_bytes is not None:
-        unknown = used - reserved
-        if unknown > max(1.5 * GIB, 0.07 * (message.total_bytes or 0)):
-            yield (
-                unknown,
-                Cause(
-                    "other processes",
-                    f"{write_bytes(unknown)} are neither free nor torch's: other processes, the context or NCCL. Find "
-                    "them with nvidia-smi.",
-                ),
-            )
+def _sized_causes(message: OutOfMemory) -> Iterator[Cause]:
+    """Yield the causes that take bytes away from live tensors."""
+    backend, unused, outside = _BACKENDS[message.kind], message.unallocated_bytes or 0, message.outside_bytes or 0
+    named = [*_others(message)]
     if outside > 2 * GIB:
-        yield (
-            outside,
+        named += [
             Cause(
                 "outside of the allocator",
-                f"This process has {write_bytes(outside)} outside torch's allocator: the context, NCCL, other "
-                "libraries. Use fewer process groups, or NCCL_MAX_NCHANNELS=8.",
-            ),
-        )
-    unused = message.unallocated_bytes or 0
-    if reserved and unused > 0.1 * reserved:
-        yield (
-            unused,
+                outside,
+                f"This process has {write_bytes(outside)} outside torch's allocator: the context, collectives, other "
+                f"libraries. {backend.groups}",
+            )
+        ]
+    # Fragments larger than another cause are named with it.
+    if message.reserved_bytes and unused > min([0.1 * message.reserved_bytes, *(cause.size for cause in named)]):
+        named += [
             Cause(
                 "fragmentation",
-                f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. Set "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True.",
-            ),
+                unused,
+                f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. {backend.fragments}",
+            )
+        ]
+    yield from named
+    if (pools := message.private_pool_bytes or 0) > _LEAST:
+        yield Cause(
+            "private pools",
+            pools,
+            f"CUDA graphs keep {write_bytes(pools)} in private pools. Capture fewer graphs, or let them share a pool.",
+        )
+    if message.form == "mps" and message.process_bytes and message.allocated_bytes is not None:
+        others = message.process_bytes - message.allocated_bytes
+        yield Cause(
+            "outside of the allocator",
+            others,
+            f"{write_bytes(others)} are free blocks of torch, or Metal's. Call torch.mps.empty_cache(). "
+            "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts the limit, and may stop the Mac.",
+        )
+
+
+def _others(message: OutOfMemory) -> Iterator[Cause]:
+    """Yield other processes as a cause, or the bytes that are neither free nor torch's."""
+    backend, total, elsewhere = _BACKENDS[message.kind], message.total_bytes or 0, message.elsewhere_bytes or 0
+    sizes, taken = sorted(message.other_processes.values()), message.reserved_bytes or message.allocated_bytes
+    if len(sizes) > 1 and sizes[0] > 0.95 * sizes[-1] and sizes[-1] < 2.5 * GIB:
+        yield Cause(
+            "other ranks' contexts",
+            elsewhere,
+            f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
+            f"{backend.module}.set_device(local_rank) before any call for a GPU.",
+        )
+    elif elsewhere > _LEAST and sizes:
+        yield Cause(
+            "other processes",
+            elsewhere,
+            f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with {backend.tool} and stop them.",
+        )
+    elif message.free_bytes is not None and taken is not None and message.process_bytes != 0:
+        unknown = elsewhere or total - message.free_bytes - taken
+        if unknown <= (_LEAST if elsewhere else max(1.5 * GIB, 0.07 * total)):
+            return
+        kind, whose = "other processes", "other processes, the context or NCCL"
+        if message.kind in ("CUDA", "HIP") and _SHARED[0] <= total <= _SHARED[1]:
+            kind, whose = "unified memory", "the CPU's, which shares this memory, or other processes'"
+        elif message.process_bytes is None and message.unallocated_bytes is None:
+            kind, whose = "unknown", "torch's free blocks, the context or other processes"
+        yield Cause(
+            kind,
+            unknown,
+            f"{write_bytes(unknown)} are neither free nor of this process: {whose}. Find them with {backend.tool}.",
         )
 
 
@@ -308,12 +492,14 @@ def _live_causes(message: OutOfMemory, others_known: bool) -> Iterator[Cause]:
     if room / 2 < requested <= room:
         yield Cause(
             "one large tensor",
+            requested,
             f"One tensor of {write_bytes(requested)} takes more than half of the GPU. Shorten or split the batch that it "
             "is made from.",
         )
     elif allocated > 0.7 * room or allocated + requested > room or not others_known:
         yield Cause(
             "live tensors",
+            allocated,
             f"Live tensors take {write_bytes(allocated)} of {write_bytes(room)}. Recompute activations (ac='full'), shard "
             "more, or use a smaller micro-batch.",
         )
@@ -398,13 +584,14 @@ def _square_tensors(sizes: ModelSizes, low: int, high: int, width: int, dtype: s
 
 
 def words(message: OutOfMemory) -> list[str]:
-    """Return the message in at most four lines of 80 columns: the verdict, then the strongest causes with a way out."""
+    """Return the message in lines of 80 columns: the verdict, then the causes with their bytes and a way out."""
     lines = [_verdict(message)]
+    if message.ranks > 1:
+        lines.append(f"Rank {message.rank} failed first, of {message.ranks} ranks with such a message.")
+    if message.went_on:
+        lines.append("Lines of steps follow in the log, so it may have been caught.")
     for cause in causes(message):
-        wrapped = textwrap.wrap(cause.words, 78, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-        if len(lines) + len(wrapped) > 4:
-            break
-        lines += wrapped
+        lines += textwrap.wrap(cause.words, 78, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 

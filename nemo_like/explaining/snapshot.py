@@ -6,11 +6,9 @@ they are at the end, and for each device the last events before. From both follo
 
 from __future__ import annotations
 
-import gzip
 import operator
 import pickle
 import re
-import zlib
 from array import array
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,91 +16,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from nemo_like.explaining.stacks import Frames, in_package, line_of, text_of
 
 BEFORE = -1  # The number of the event that made a block from before the recording.
-# Bytes of a file, unpacked, that are read at most: a snapshot of 1,000,000 events has some 0.3 GB.
-_LARGEST = 4 << 30
-# Errors that a damaged pickle ends in.
-_DAMAGED = (
-    *(pickle.UnpicklingError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, TypeError, LookupError),
-    *(AttributeError, OverflowError, MemoryError, RecursionError),
-)
 _FREED, _ASKED = "free_completed", "free_requested"
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-
-
-class SnapshotError(ValueError):
-    """A file is not a memory snapshot, or a damaged one."""
-
-
-class _PlainValues(pickle.Unpickler):
-    """Unpickles dicts, lists, tuples, numbers and text, which takes no name of a module."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise SnapshotError(f"it wants to build {module}.{name}, and a snapshot has plain values alone")
-
-
-def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict of a snapshot: of a file, also a gzipped one, or as ``torch.cuda.memory._snapshot()`` returns it.
-
-    Raises:
-        SnapshotError: it is not a snapshot, it is damaged, or it has values that are not plain; in a line.
-        OSError: the file cannot be read.
-    """
-    if isinstance(source, Mapping):
-        return _checked(dict(source))
-    path = Path(source)
-    try:
-        with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            if not packed and path.stat().st_size > _LARGEST:
-                raise SnapshotError(f"it has {path.stat().st_size:,} bytes, and {_LARGEST:,} are read at most")
-            file.seek(0)
-            return _checked(_PlainValues(gzip.GzipFile(fileobj=file) if packed else file).load())
-    except SnapshotError as error:
-        raise SnapshotError(f"{path.name} was not read: {error}.") from None
-    except _DAMAGED as error:
-        what = " ".join(str(error).split())[:60]
-        raise SnapshotError(f"{path.name} was not read: it is cut, damaged or no pickle ({what}).") from None
-
-
-def _checked(value: Any) -> dict[str, Any]:
-    """Return `value` where it has the form of a snapshot, whatever torch wrote it."""
-    if isinstance(value, list):  # torch 2.0: segments alone
-        value = {"segments": value}
-    if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
-        has = f"a dict of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, dict) else type(value).__name__
-        raise SnapshotError(f"it has {has}, and a snapshot has segments")
-    for segment in value["segments"]:
-        _numbers(segment, "segment", "address", "total_size")
-        if not isinstance(segment.get("blocks"), list):
-            raise SnapshotError("a segment has no list of blocks")
-        for block in segment["blocks"]:
-            _numbers(block, "block", "size")
-            if not isinstance(block.get("state"), str):
-                raise SnapshotError("a block has no state")
-    traces = value.setdefault("device_traces", [])
-    if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
-        raise SnapshotError("its device_traces are not lists of events")
-    for trace in traces:
-        for event in trace:  # a million of them: no call for each
-            size = event.get("size") if type(event) is dict else None
-            if type(size) is not int or size < 0 or type(event.get("action")) is not str:
-                raise SnapshotError("an event without action and size")
-            if type(event.get("frames")) not in (list, NoneType):
-                raise SnapshotError("the frames of an event are not a list")
-    return value
-
-
-def _numbers(part: Any, what: str, *names: str) -> None:
-    if not isinstance(part, dict) or not all(isinstance(part.get(name), int) and part[name] >= 0 for name in names):
-        raise SnapshotError(f"a {what} without {' and '.join(names)}")
-    if not isinstance(part.get("frames") or [], list):
-        raise SnapshotError(f"the frames of a {what} are not a list")
 
 
 @dataclass(eq=False, slots=True)
@@ -350,7 +270,7 @@ def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
     files are ``script1.py``, ``script2.py``, in the order in which they occur.
 
     Args:
-        snapshot: the result of `nemo_like.explaining.snapshot.read_snapshot`.
+        snapshot: the result of `nemo_like.explaining.snapshot_file.read_snapshot`.
         path: the file that is written: a pickle of plain values.
     """
     names: dict[str, str] = {}

@@ -8,7 +8,8 @@ import pytest
 from nemo_like.explaining.explain import explain, explained
 from nemo_like.explaining.explanation import Explanation
 from nemo_like.explaining.parts import parts_of
-from nemo_like.explaining.snapshot import read_snapshot, timelines
+from nemo_like.explaining.snapshot import timelines
+from nemo_like.explaining.snapshot_file import read_snapshot
 from nemo_like.explaining.stacks import Phase
 from tests.explaining.made import Recording, frame, real, stack, window
 

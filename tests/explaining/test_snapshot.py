@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nemo_like.explaining.explain import explain
-from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines, write_stripped
+from nemo_like.explaining.snapshot import timelines, write_stripped
+from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
 from tests.checks import Calls
 from tests.explaining.made import Recording, real
 

@@ -1,0 +1,205 @@
+"""Read the file of a memory snapshot without running anything that is in it, within bounds of memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from nemo_like._util.words import a_or_an
+
+# Bytes that are read at most, of a plain file and out of a gzipped one: a snapshot of 1,000,000 events has some 0.3 GB.
+_LARGEST, _LARGEST_UNPACKED = 4 << 30, 1 << 30
+# Memory that unpickling may take: events take some seven times the bytes of their pickle.
+_MEMORY, _MEMORY_PER_BYTE = 1 << 30, 10
+# GPUs that torch can be built for: C10_COMPILE_TIME_MAX_GPUS, c10/cuda/CUDAMacros.h.
+_DEVICES = 120
+_STACK = 10_000  # Frames of a stack: Python's own limit is 1,000, which users raise.
+_TOTAL = 1 << 62  # Bytes of all sizes together: they are summed in 64 bits.
+_CHUNK = 1 << 18
+# Errors that a damaged pickle ends in.
+_DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, TypeError, LookupError),
+    *(AttributeError, OverflowError, RecursionError),
+)
+_GIVE = "Give a file of torch.cuda.memory._dump_snapshot, or a log with an out-of-memory message."
+
+
+class SnapshotError(ValueError):
+    """A file is not a memory snapshot, or a damaged one."""
+
+
+class _PlainValues(pickle.Unpickler):
+    """Unpickles dicts, lists, tuples, numbers and text, which takes no name of a module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(
+            f"it wants to build {printable(f'{module}.{name}'[:80])}, and a snapshot has plain values alone"
+        )
+
+
+class _Bounded(io.RawIOBase):
+    """Count the bytes that are read, and refuse those beyond a limit before there is memory for them."""
+
+    def __init__(self, file: io.BufferedIOBase, limit: int) -> None:
+        super().__init__()
+        self.file, self.limit, self.count = file, limit, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        read = self.file.readinto(memoryview(buffer)[:_CHUNK])
+        self.count += read
+        if self.count > self.limit:
+            raise SnapshotError(f"it has more than {self.limit:,} bytes, which are read at most")
+        return read
+
+
+def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict of a snapshot: of a file, also a gzipped one, or as ``torch.cuda.memory._snapshot()`` returns it.
+
+    Raises:
+        SnapshotError: it is not a snapshot, it is damaged, or it has values that are not plain; in a line.
+        OSError: the file cannot be read.
+    """
+    if isinstance(source, Mapping):
+        return _checked(dict(source))
+    path = Path(source)
+    name = printable(path.name)
+    try:
+        with open(path, "rb") as file:
+            packed, size = file.read(2) == b"\x1f\x8b", path.stat().st_size
+            file.seek(0)
+            bounded = _Bounded(
+                gzip.GzipFile(fileobj=file) if packed else file, _LARGEST_UNPACKED if packed else _LARGEST
+            )
+            with _memory_limit(_MEMORY + _MEMORY_PER_BYTE * size):
+                value = _PlainValues(io.BufferedReader(bounded, _CHUNK)).load()
+            return _checked(value, bounded.count)
+    except SnapshotError as error:
+        raise SnapshotError(f"{name} was not read: {error}.") from None
+    except MemoryError:
+        raise SnapshotError(
+            f"{name} was not read: it wants more memory than a snapshot of its {size:,} bytes."
+        ) from None
+    except _DAMAGED:
+        raise SnapshotError(f"{name} was not read: it is cut, damaged or no pickle. {_GIVE}") from None
+
+
+@contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Let the process take at most `more` further bytes: five bytes of a pickle can claim 32 GiB, which no reader sees."""
+    pages = Path("/proc/self/statm")
+    if not pages.is_file():  # not Linux: the bytes that are read are the only bound
+        yield
+        return
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(pages.read_text(encoding="ascii").split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (min([limit, *(each for each in (before, hard) if each >= 0)]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes in place of characters that a terminal obeys or cannot show."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _checked(value: Any, count: int | None = None) -> dict[str, Any]:
+    """Return `value` where it has the form of a snapshot, whatever torch wrote it.
+
+    count: bytes of its file, which has no more events and blocks: lists that contain one list many times are refused.
+    """
+    if isinstance(value, list):  # torch 2.0: segments alone
+        value = {"segments": value}
+    if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
+        keys = [*value][:4] if isinstance(value, dict) else []
+        named = printable(", ".join(key[:40] for key in keys if isinstance(key, str)) or "no names")
+        has = f"a dict of {named}" if isinstance(value, dict) else a_or_an(value)
+        raise SnapshotError(f"it is {has}, and a snapshot has a list of segments")
+    segments, traces = value["segments"], value.setdefault("device_traces", [])
+    if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
+        raise SnapshotError("its device_traces are not lists of events")
+    if any(traces[_DEVICES:]):
+        raise SnapshotError(f"it has events of more than {_DEVICES} devices")
+    for segment in segments:
+        _numbers(segment, "segment", "address", "total_size")
+        if not isinstance(segment.get("blocks"), list):
+            raise SnapshotError("a segment has no list of blocks")
+        if segment.get("device", 0) >= _DEVICES:
+            raise SnapshotError(f"a segment is of device {segment['device']:,}, and there are at most {_DEVICES}")
+    parts = sum(len(segment["blocks"]) for segment in segments) + sum(map(len, traces))
+    if count is not None and parts > count:
+        raise SnapshotError(f"it has {parts:,} blocks and events in {count:,} bytes")
+    stacks: dict[int, list[Any]] = {}
+    total = sum(segment["total_size"] for segment in segments)
+    for segment in segments:
+        for block in segment["blocks"]:
+            _numbers(block, "block", "size")
+            total += block["size"]
+            if not isinstance(block.get("state"), str):
+                raise SnapshotError("a block has no state")
+            history = block.get("history")
+            for holder in (block, *(history[:1] if isinstance(history, list) else ())):
+                frames = holder.get("frames") if isinstance(holder, dict) else None
+                stacks[id(frames)] = frames if isinstance(frames, list) else []
+    for trace in traces:
+        for event in trace:  # a million of them: no call for each
+            size = event.get("size") if type(event) is dict else None
+            if type(size) is not int or size < 0 or type(event.get("action")) is not str:
+                raise SnapshotError("an event without action and size")
+            if (
+                not type(event.get("addr", 0))
+                is type(event.get("stream", 0))
+                is type(event.get("device_free", 0))
+                is int
+            ):
+                raise SnapshotError("addr, stream or device_free of an event is not a number")
+            frames = event.get("frames")
+            if type(frames) not in (list, NoneType):
+                raise SnapshotError("the frames of an event are not a list")
+            total += size
+            stacks[id(frames)] = frames or []
+    if total > _TOTAL:
+        raise SnapshotError("its sizes are together more than any memory")
+    if count is not None:
+        _clean(stacks.values())
+    return value
+
+
+def _numbers(part: Any, what: str, *names: str) -> None:
+    """Refuse a segment or a block without numbers of these `names`, or with others that are not numbers."""
+    if not isinstance(part, dict) or any(type(part.get(name)) is not int or part[name] < 0 for name in names):
+        raise SnapshotError(f"a {what} without {' and '.join(names)}")
+    for name in ("address", "requested_size", "device", "stream"):
+        if type(number := part.get(name, 0)) is not int or (number < 0 and name != "stream"):
+            raise SnapshotError(f"{name} of a {what} is not a number")
+    if not isinstance(part.get("frames") or [], list):
+        raise SnapshotError(f"the frames of a {what} are not a list")
+
+
+_LONGEST = {"name": re.compile(r"(?s).{4096}"), "filename": re.compile(r"[^/]{256}")}  # no file system has such a path
+
+
+def _clean(stacks: Iterable[list[Any]]) -> None:
+    """Replace, in place, names that a terminal would obey or that fill it."""
+    for frames in stacks:
+        if len(frames) > _STACK:
+            raise SnapshotError(f"a stack has {len(frames):,} frames, and at most {_STACK:,} are read")
+        for frame in frames:
+            for key, too_long in _LONGEST.items() if type(frame) is dict else ():
+                text = frame.get(key)
+                if type(text) is str and (not text.isprintable() or too_long.search(text)):
+                    frame[key] = printable(text[:250])
