@@ -9,11 +9,12 @@ global batches, and no state has to be saved.
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import sysconfig
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -119,7 +120,7 @@ def _read_files(root: Path, *, stdlib: bool) -> Iterator[tuple[str, bytes]]:
                 yield file if path == root else path.relative_to(root).as_posix(), content
 
 
-def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
+def open_samples(option: str, path: str, forms: Sequence[set[str]]) -> Any:
     """Return the data set at `path`, by datasets: JSON lines or Parquet, a folder of such files, or one that it saved.
 
     Raises:
@@ -137,7 +138,7 @@ def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
             kind = "parquet" if files and files[0].endswith(".parquet") else "json"
             data = datasets.load_dataset(kind, data_files=files, split="train")
     except Exception as error:  # pyarrow, datasets and the file system each have errors of their own
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        reason = bad_sample(path, (), forms) or " ".join(str(error.__cause__ or error).split())[:300]
         raise ValueError(f"{option} is {path!r}, which datasets cannot read: {reason}") from error
     columns = getattr(data, "column_names", [])
     if not len(data) or not any(form <= set(columns) for form in forms):
@@ -146,6 +147,51 @@ def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
             f"{option} is {path!r}: {len(data)} samples with {', '.join(columns) or 'nothing'}; each must have {needed}."
         )
     return data
+
+
+def bad_sample(path: str, data: Iterable[Any], forms: Sequence[set[str]], assistant: bool = False) -> str:
+    """Return the place and the fault of the first sample that cannot be used, in words; empty: all can.
+
+    Args:
+        path: the file of `data`: of JSON lines the number of the line is named, else that of the sample.
+        assistant: conversations must have a turn of the assistant.
+    """
+    lines, form = Path(path).suffix in (".json", ".jsonl") and Path(path).is_file(), None
+    with open(path if lines else os.devnull, encoding="utf-8", errors="replace") as file:
+        for number, sample in enumerate(file if lines else data, 1):
+            if isinstance(sample, str):
+                if not sample.strip():
+                    continue
+                try:
+                    sample = json.loads(sample)
+                except ValueError as error:
+                    return f"line {number} is not JSON ({error})."
+            has = {name for name, value in sample.items() if value is not None} if isinstance(sample, dict) else set()
+            form = form or next((form for form in forms if form <= has), None)
+            fault = (
+                _fault(sample, form, assistant)
+                if form and form <= has
+                else f"has {', '.join(sorted(has)) or 'nothing'}"
+            )
+            if fault:
+                needed = " and ".join(sorted(form or ("messages",), reverse=True))
+                return f"{'line' if lines else 'sample'} {number} {fault}; each must have {needed}."
+    return ""
+
+
+def _fault(sample: Mapping[str, Any], form: Iterable[str], assistant: bool) -> str:
+    """Return the fault of a sample that has the columns of `form`, in words; empty: none is known."""
+    for name in form:
+        value = sample[name]
+        if isinstance(value, str) and name != "messages":
+            continue
+        if not isinstance(value, list) or not value:
+            return f"has {name} {str(value)[:40]!r}, which is not a list of messages"
+        if wrong := next((m for m in value if not isinstance(m, dict) or not m.get("role") or len(m) < 2), None):
+            return f"has a message {str(wrong)[:40]}, without role or content"
+        if name == "messages" and assistant and not any(message["role"] == "assistant" for message in value):
+            return "has no turn of the assistant, whose turns count (--train-on all counts every token)"
+    return ""
 
 
 def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:

@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from nemo_like._util.extras import require
 from nemo_like._util.json_file import replace_folder
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.option_fields import parse_options
+from nemo_like._util.words import dtype_word
 from nemo_like.distributed import launch
 from nemo_like.flags import FLAGS, flags_of
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
@@ -32,7 +35,8 @@ from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.layouts import SHARDING
-from nemo_like.recipes.data import open_samples
+from nemo_like.recipes.data import bad_sample, open_samples
+from nemo_like.recipes.log import Progress
 from nemo_like.recipes.options import FinetuneOptions
 
 transformers = require("transformers", "finetune", "to fine-tune")
@@ -52,6 +56,44 @@ class TrainerArguments(CheckpointingArguments, trl.SFTConfig):  # type: ignore[n
 
 class Trainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
     """TRL's trainer, with checkpointing, offloading and the checks that keep a step within memory."""
+
+
+class StepLines(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Lines with step, loss, speed, memory and the time that is left, as pretraining prints them.
+
+    Speed is the mean of all steps but the first, which allocates and compiles, without evaluations and checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._seconds = 0, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: object, **kwargs: object) -> None:
+        device = device_at_hand(args.device.type)
+        limit = 0 if args.device.type == "cpu" else device.memory_bytes
+        self._progress, self._first = Progress(state.max_steps, args.device, limit), state.global_step
+        self._begun = self._since = time.perf_counter()
+
+    def on_step_end(self, args: object, state: Any, control: object, **kwargs: object) -> None:
+        now = time.perf_counter()
+        if state.global_step > self._first + 1:
+            self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
+        self._since = now
+
+    def on_save(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        self._since = time.perf_counter()
+
+    on_evaluate = on_save
+
+    def on_log(self, args: Any, state: Any, control: object, logs: Any = None, **kwargs: object) -> None:
+        if "eval_loss" in logs:
+            self._progress.say(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f} nats per token")
+        if "loss" not in logs:
+            return
+        seconds = self._seconds / self._steps if self._steps else time.perf_counter() - self._begun
+        tokens = logs.get("num_tokens", 0) / (state.global_step - self._first)  # TRL's count, of all ranks
+        self._progress.step(
+            state.global_step, logs["loss"], logs["learning_rate"], tokens / seconds, step_seconds=seconds
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,14 +210,15 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
     """
     arguments = _arguments(options, held_out, "messages" in data.column_names)
     how = {"trust_remote_code": options.trust_remote_code}
-    try:
-        model, adapters = _load_model(options, **how) if model is None else (model, None)
+    with _opening(options):
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, **how)
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"--model is {options.model!r}, which transformers cannot open: {reason}") from error
+        config = transformers.AutoConfig.from_pretrained(options.model, **how)
+    if options.qlora and model is None:
+        check_widths(config, torch.bfloat16 if options.precision == "bfloat16" else torch.float32)
+    with _opening(options):
+        model, adapters = _load_model(options, **how) if model is None else (model, None)
     try:
-        return Trainer(
+        trainer = Trainer(
             model=model,
             args=arguments,
             peft_config=adapters,
@@ -184,12 +227,28 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
             eval_dataset=held_out,
             processing_class=tokenizer,
         )
-    except ValueError as error:
-        way_out = " Or give --train-on all, or samples with prompt and completion."
-        raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
     except Exception as error:  # a chat template is a program: it raises any error
+        reason = bad_sample(options.data, data, FORMS, options.train_on == "assistant")
+        if reason:
+            raise ValueError(f"--data is {options.data!r}: {reason}") from error
+        if isinstance(error, ValueError):
+            way_out = " Or give --train-on all, or samples with prompt and completion."
+            raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
         reason = " ".join(str(error).split())
         raise ValueError(f"--data is {options.data!r}, which TRL cannot prepare: {reason}") from error
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    trainer.add_callback(StepLines)
+    return trainer
+
+
+@contextmanager
+def _opening(options: FinetuneOptions) -> Iterator[None]:
+    """Turn errors of transformers into ValueError, in a line."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"--model is {options.model!r}, which transformers cannot open: {reason}") from error
 
 
 def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
@@ -214,6 +273,20 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
     )
+
+
+def check_widths(config: Any, stored: torch.dtype) -> None:
+    """Raise ValueError if a linear's weights of 4 bits do not fill numbers of the dtype `stored`, which hold them."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    in_one, head = 2 * stored.itemsize, model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head and module.weight.numel() % in_one:
+            shape = " x ".join(map(str, module.weight.shape))
+            raise ValueError(
+                f"--qlora stores {in_one} weights of 4 bits in a number of {dtype_word(stored)}, and {name!r} has {shape}, "
+                f"which {in_one} does not divide. Use --lora."
+            )
 
 
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:

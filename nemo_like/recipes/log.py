@@ -22,24 +22,35 @@ class DivergedError(RuntimeError):
 
 
 class Progress:
-    """Lines with steps, loss, speed and memory on rank 0; nothing on the others."""
+    """Lines with steps, loss, speed, memory and the time that is left on rank 0; nothing on the others."""
 
-    def __init__(self, steps: int, device: torch.device):
-        self._steps, self._device, self._shown = steps, device, is_rank_zero()
+    def __init__(self, steps: int, device: torch.device, limit: int = 0):
+        """`limit`: bytes of memory that the device has; 0: not printed."""
+        self._steps, self._device, self._limit, self._shown = steps, device, limit, is_rank_zero()
         self._width = screen_width() if sys.stdout.isatty() or "COLUMNS" in os.environ else None
 
     def step(
-        self, done: int, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None
+        self,
+        done: int,
+        loss: float,
+        learning_rate: float,
+        tokens_per_second: float,
+        mfu: float | None = None,
+        step_seconds: float = 0.0,
     ) -> None:
         """Report after `done` steps; `loss` in nats per token, `mfu` a share of 1, left out where it is None."""
         if not self._shown:
             return
-        sizes = {"memory": (5, memory_used(self._device)), "peak": (2, memory_peak(self._device))}
-        if self._device.type != "cpu":
-            sizes["reserved"] = (6, torch.get_device_module(self._device).max_memory_reserved(self._device))
         fields = [(0, f"loss {loss:.4f}"), (3, f"lr {learning_rate:.2e}"), (1, f"{tokens_per_second:,.0f} tokens/s")]
-        fields += [] if mfu is None else [(4, f"MFU {mfu:.1%}")]
-        fields += [(keep, f"{word} {size / GIB:.2f} GiB") for word, (keep, size) in sizes.items()]
+        fields += [] if mfu is None else [(5, f"MFU {mfu:.1%}")]
+        of_limit = f" of {self._limit / GIB:.2f} GiB" if self._limit else ""
+        fields += [(6, f"memory {memory_used(self._device) / GIB:.2f} GiB")]
+        fields += [(2, f"peak {memory_peak(self._device) / GIB:.2f} GiB{of_limit}")]
+        if self._device.type != "cpu":
+            reserved = torch.get_device_module(self._device).max_memory_reserved(self._device)
+            fields += [(7, f"reserved {reserved / GIB:.2f} GiB")]
+        left = (self._steps - done) * step_seconds
+        fields += [(4, f"{_span(left)} left")] if left > 0 else []
         word = "" if self._width is not None and self._width < 80 else "step "
         step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
         print(f"{step}  {_fitting(fields, None if self._width is None else self._width - len(step) - 2)}", flush=True)
@@ -48,6 +59,17 @@ class Progress:
         """Print one line."""
         if self._shown:
             print("\n".join(paragraph(part, self._width) for part in line.split("\n")), flush=True)
+
+
+def _span(seconds: float) -> str:
+    """Return a time in its two largest units.
+
+    >>> _span(7384), _span(75.4), _span(8.2)
+    ('2 h 3 min', '1 min 15 s', '8 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _fitting(fields: list[tuple[int, str]], width: int | None) -> str:

@@ -72,6 +72,7 @@ class Pretraining:
         check_positions(getattr(model, "config", None), "--seq-len", options.seq_len)
         device = device_at_hand(ranks.device.type)
         self.utilisation = Utilisation.for_model(model, device, options.job().precision)
+        self.limit = 0 if device.kind == "cpu" else device.memory_bytes  # a CPU's is shared with all other processes
         self.options = options = with_sync(options, model, device.memory_bytes)
         with self._advice():
             self._make_ready(model)
@@ -161,7 +162,7 @@ class Pretraining:
             MemoryRanOutError: a step does not fit; the message has changes that help.
         """
         options = self.options
-        progress = Progress(options.steps, self.ranks.device)
+        progress = Progress(options.steps, self.ranks.device, self.limit)
         with self._advice(), Interrupt() as stop:
             self._introduce(progress)
             try:
@@ -215,7 +216,8 @@ class Pretraining:
         self._seconds.append(time.perf_counter() - start)
         if report:
             rate = learning_rate(options, self.step - 1)
-            progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second, self.mfu)
+            speed, tokens = self.tokens_per_second, options.global_batch * options.seq_len
+            progress.step(self.step, self.log.losses[-1], rate, speed, self.mfu, tokens / speed)
         if self.held_out is not None and evaluates and not self.interrupted:
             rows = options.rows(self.ranks.data_ranks)
             loss = evaluate(self.pipeline or self.model, self.held_out, self.ranks, rows, self._loss)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ def _run(files: dict[str, str], output: Path, line: str = "") -> int:
     return finetune.main([*words.split(), "--steps", "3", "--batch-size", "4", "--log-every", "1", *line.split()])
 
 
-def _losses(output: Path, step: int = 3, name: str = "loss") -> list[float]:
+def _history(output: Path, step: int) -> list[dict[str, Any]]:
     state = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text(encoding="utf-8"))
-    return [entry[name] for entry in state["log_history"] if name in entry]
+    return list(state["log_history"])
+
+
+def _losses(output: Path, step: int = 3, name: str = "loss") -> list[float]:
+    return [entry[name] for entry in _history(output, step) if name in entry]
 
 
 def _opened(files: dict[str, str], output: Path) -> Any:
@@ -151,11 +156,17 @@ def test_fit_chooses_what_the_memory_holds(
     assert peaks[1] <= most * 2**20 < peaks[0]
 
 
+GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 BAD_DATA = {
-    '{"a": 1': "which datasets cannot read: JSON parse error",
+    '{"a": 1': "which datasets cannot read: line 1 is not JSON (Expecting ',' delimiter",
     '{"question": 1}': "1 samples with question; each must have messages, or prompt and completion, or text",
-    '{"messages": [{"role": "user", "content": "a"}]}': "assistant_only_loss=True",
+    '{"messages": [{"role": "user", "content": "a"}]}': "line 1 has no turn of the assistant",
     "": "cannot read",
+    f"{GOOD}\n{GOOD}nonsense\n{GOOD}": "line 4 is not JSON (Expecting value",
+    f'{GOOD}{{"messages": 3}}\n{GOOD}': "line 2 has messages '3', which is not a list of messages; each must have messages",
+    f'{GOOD}{{"messages": []}}\n': "line 2 has messages '[]'",
+    f'{GOOD}{{"text": "a"}}\n': "line 2 has text; each must have messages",
+    f'{GOOD}{{"messages": [{{"role": "user"}}]}}\n': "line 2 has a message {'role': 'user'}, without role or content",
 }
 
 
@@ -202,6 +213,37 @@ def test_where_memory_runs_out_the_way_out_is_options(
     said = capsys.readouterr().err
     assert "A step of its largest batch takes" in said and "Lower it by --ac full (" in said
     assert "--batch-size 8 --grad-accum 2" in said.replace(", ", " ")
+
+
+def test_its_lines_have_speed_memory_and_time(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    start = time.perf_counter()
+    assert _run(files, tmp_path, "--steps 6 --log-every 2 --eval-every 4 --batch-size 2") == 0
+    seconds = time.perf_counter() - start
+    form = r"step +(\d)/6  loss ([\d.]+)  lr [\d.e-]+  ([\d,]+) tokens/s  memory .* GiB  peak [\d.]+ GiB(?:  (\d+) s left)?$"
+    out = capsys.readouterr().out
+    lines = re.findall(form, out, re.MULTILINE)
+    assert [line[0] for line in lines] == ["2", "4", "6"] and not lines[-1][3], out
+    logged = [entry for entry in _history(tmp_path, 6) if "loss" in entry]
+    assert [float(line[1]) for line in lines] == [round(entry["loss"], 4) for entry in logged]
+    # All tokens in the whole time of the process are fewer a second.
+    assert int(lines[-1][2].replace(",", "")) > logged[-1]["num_tokens"] / seconds
+    assert re.search(r"^step 4: held-out loss [\d.]+ nats per token$", out, re.MULTILINE) and "train_runtime" not in out
+
+
+@pytest.mark.parametrize(("precision", "numbers"), [("float32", 8), ("bfloat16", 4)])
+def test_four_bits_of_an_odd_width_end_in_a_line(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, numbers: int
+) -> None:
+    shape = {"vocab_size": 261, "hidden_size": 30, "intermediate_size": 67, "num_hidden_layers": 1, "head_dim": 16}
+    odd = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_attention_heads=2))
+    odd.save_pretrained(tmp_path / "odd")
+    transformers.AutoTokenizer.from_pretrained(files["model"]).save_pretrained(tmp_path / "odd")
+    assert _run(files | {"model": str(tmp_path / "odd")}, tmp_path / "out", f"--qlora --precision {precision}") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--qlora stores {numbers} weights of 4 bits" in last and "gate_proj' has 67 x 30" in last
 
 
 def test_options_are_those_of_the_trainer(files: dict[str, str], tmp_path: Path) -> None:
