@@ -12,11 +12,8 @@ from nemo_like._util.words import GIB, MIB, UNITS, write_bytes
 
 _SIZE = r"(\d{1,15}(?:\.\d{1,9})?)(bytes?|[KMGT]iB|[KMGT]B)"  # bounded: a log may have long runs of digits
 _UNIT_BYTES = {name: unit for unit, name in UNITS} | {
-    "TiB": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+    **{"TiB": 1 << 40, "TB": 1 << 40},
+    **{name.replace("iB", "B"): unit for unit, name in UNITS},  # aten/src/ATen/mps/MPSAllocator.mm writes GiB so
 }
 _PREFIX = re.compile(
     r"^(?:[^\S\n]*(?:[>|│]"  # quoted, or in a box
@@ -129,34 +126,35 @@ class _Plain(NamedTuple):
     kind: str = "CUDA"
 
 
-_LEAVE_ROOM = "Leave it room: torch.cuda.set_per_process_memory_fraction(0.9) before training."
 _PLAIN = (
     _Plain(
         "nccl",
         r"FailedtoCUDA(?:calloc|malloc)(?:async)?(?:(?P<bytes>\d{1,15})bytes)?|(?:Cuda|HIP)failure(?:2)?'outofmemory'",
         "nccl",
-        f"NCCL found no memory for its buffers. {_LEAVE_ROOM} Or set NCCL_MAX_NCHANNELS=8.",
+        "NCCL found no memory. Set NCCL_MAX_NCHANNELS=8, or leave room for it: "
+        "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
     ),
     _Plain(
         "vllm wakes up",
         r"CUDAError:outofmemoryat\S{0,200}cumem_allocator",
         "driver",
-        "vLLM takes its memory back, and the trainer still has it. Free that before wake_up(): offload its state, then "
-        "torch.cuda.empty_cache(). Or lower gpu_memory_utilization.",
+        "vLLM wakes up, and the trainer still has the memory: offload its state, call torch.cuda.empty_cache(), or lower "
+        "gpu_memory_utilization.",
     ),
     _Plain(
         "vllm cache",
         r"Noavailablememoryforthecacheblocks",
         "vLLM",
-        "vLLM's share is full before its cache: of weights, activations, or of the trainer's memory. Raise "
-        "gpu_memory_utilization, or lower max_model_len and max_num_seqs.",
+        "vLLM's share has no room for its cache. Raise gpu_memory_utilization, lower max_model_len, or free the trainer's "
+        "memory before.",
     ),
     _Plain(
         "driver",
         r"(?P<kind>CUDA|HIP|XPU|NPU)error:outofmemory|CUDA_ERROR_OUT_OF_MEMORY|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)"
         r"|CU[A-Z]+_STATUS_ALLOC_FAILED",
         "driver",
-        f"The driver, not torch's allocator, found no memory. {_LEAVE_ROOM}",
+        "The driver, not torch's allocator, found no memory. Leave it room: "
+        "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
     ),
     _Plain(
         "level zero",
@@ -321,6 +319,7 @@ class _Backend(NamedTuple):
     module: str
     fragments: str = "Keep the shapes of steps equal."
     groups: str = "Use fewer process groups."
+    block: str = ""  # It lifts the limit of one block.
 
 
 _NCCL = "Use fewer process groups, or NCCL_MAX_NCHANNELS=8."
@@ -335,7 +334,13 @@ _BACKENDS = {
         _EXPANDABLE.format("_NPU"),
         "Use fewer process groups, or HCCL_BUFFSIZE=100.",
     ),
-    "XPU": _Backend("xpu-smi ps", "torch.xpu", _EXPANDABLE.format("")),
+    # https://intel.github.io/llvm/EnvironmentVariables.html
+    "XPU": _Backend(
+        "xpu-smi ps",
+        "torch.xpu",
+        _EXPANDABLE.format(""),
+        block="Set UR_L0_USE_RELAXED_ALLOCATION_LIMITS=1.",
+    ),
     "MUSA": _Backend("mthreads-gmi", "torch.musa", _EXPANDABLE.format("_MUSA")),
     "MLU": _Backend("cnmon", "torch.mlu", _EXPANDABLE.format("_MLU")),
     "HPU": _Backend("hl-smi", "torch.hpu"),
@@ -344,6 +349,8 @@ _BACKENDS = {
 # Memory of 128 GB that a GPU shares with the CPU (DGX Spark, Jetson Thor, Strix Halo, MI300A); no card has as much.
 _SHARED = (112 * GIB, 128.5 * GIB)
 _LEAST = 0.3 * GIB  # Bytes of others or of private pools that are named.
+_OUTSIDE = 2 * GIB  # A context and NCCL take less.
+_SEGMENT = 20 * MIB  # kLargeBuffer, c10/core/CachingDeviceAllocator.h: free bytes up to it are a full GPU
 
 
 def causes(message: OutOfMemory) -> list[Cause]:
@@ -369,6 +376,8 @@ def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
     """Yield the causes that need no comparison with others."""
     requested, total, free = message.asked_bytes, message.total_bytes, message.free_bytes
     reserved, allowed = message.reserved_bytes or message.allocated_bytes, message.allowed_bytes
+    if free is None and total and reserved is not None and 2 * (reserved + (requested or 0)) < total:
+        free = total - reserved  # XPU does not state it
     if message.form == "vllm" and total and free is not None:
         yield Cause(
             "other processes",
@@ -402,12 +411,13 @@ def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
             f"torch has {write_bytes(reserved)}, more than the GPU: Windows pages to CPU memory. Choose 'Prefer No "
             "Sysmem Fallback' in NVIDIA's settings.",
         )
-    elif requested is not None and free is not None and free > requested:
+    elif requested is not None and free is not None and free > requested + _SEGMENT:
+        backend = _BACKENDS[message.kind]
         yield Cause(
             "more was free than asked",
             free,
-            f"{write_bytes(free)} were free, but not in a block of {write_bytes(requested)}: so it is with unified "
-            f"memory, Windows, a driver's largest block. {_BACKENDS[message.kind].fragments}",
+            f"{write_bytes(free)} were free, in no block of {write_bytes(requested)} (unified memory, Windows, a driver's "
+            f"limit). {backend.block or backend.fragments}",
         )
 
 
@@ -415,17 +425,18 @@ def _sized_causes(message: OutOfMemory) -> Iterator[Cause]:
     """Yield the causes that take bytes away from live tensors."""
     backend, unused, outside = _BACKENDS[message.kind], message.unallocated_bytes or 0, message.outside_bytes or 0
     named = [*_others(message)]
-    if outside > 2 * GIB:
+    if outside > _OUTSIDE:
         named += [
             Cause(
                 "outside of the allocator",
                 outside,
-                f"This process has {write_bytes(outside)} outside torch's allocator: the context, collectives, other "
-                f"libraries. {backend.groups}",
+                f"This process has {write_bytes(outside)} outside torch's allocator: the context, collectives. "
+                f"{backend.groups}",
             )
         ]
     # Fragments larger than another cause are named with it.
-    if message.reserved_bytes and unused > min([0.1 * message.reserved_bytes, *(cause.size for cause in named)]):
+    least = min([0.1 * (message.reserved_bytes or 0), *(cause.size for cause in named)])
+    if message.reserved_bytes and unused > max(_SEGMENT, least):
         named += [
             Cause(
                 "fragmentation",
@@ -442,12 +453,13 @@ def _sized_causes(message: OutOfMemory) -> Iterator[Cause]:
         )
     if message.form == "mps" and message.process_bytes and message.allocated_bytes is not None:
         others = message.process_bytes - message.allocated_bytes
-        yield Cause(
-            "outside of the allocator",
-            others,
-            f"{write_bytes(others)} are free blocks of torch, or Metal's. Call torch.mps.empty_cache(). "
-            "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts the limit, and may stop the Mac.",
-        )
+        if others > _OUTSIDE:
+            yield Cause(
+                "outside of the allocator",
+                others,
+                f"{write_bytes(others)} are torch's free blocks, or Metal's. Call torch.mps.empty_cache(), or lift the "
+                "limit by PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0.",
+            )
 
 
 def _others(message: OutOfMemory) -> Iterator[Cause]:
@@ -467,14 +479,16 @@ def _others(message: OutOfMemory) -> Iterator[Cause]:
             elsewhere,
             f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with {backend.tool} and stop them.",
         )
-    elif message.free_bytes is not None and taken is not None and message.process_bytes != 0:
-        unknown = elsewhere or total - message.free_bytes - taken
-        if unknown <= (_LEAST if elsewhere else max(1.5 * GIB, 0.07 * total)):
+    elif message.free_bytes is not None and taken is not None:
+        own = message.process_bytes
+        unknown = total - message.free_bytes - (taken if own is None else own)
+        # a context and NCCL take the latter, of a small GPU less
+        if unknown <= (min(max(1.5 * GIB, 0.07 * total), total / 3) if own is None else _LEAST):
             return
-        kind, whose = "other processes", "other processes, the context or NCCL"
+        kind, whose = "other processes", "other processes, the context or NCCL" if own is None else "other processes"
         if message.kind in ("CUDA", "HIP") and _SHARED[0] <= total <= _SHARED[1]:
             kind, whose = "unified memory", "the CPU's, which shares this memory, or other processes'"
-        elif message.process_bytes is None and message.unallocated_bytes is None:
+        elif own is None and message.unallocated_bytes is None:
             kind, whose = "unknown", "torch's free blocks, the context or other processes"
         yield Cause(
             kind,
