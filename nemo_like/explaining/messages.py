@@ -15,16 +15,17 @@ _UNIT_BYTES = {name: unit for unit, name in UNITS} | {
     **{"TiB": 1 << 40, "TB": 1 << 40},
     **{name.replace("iB", "B"): unit for unit, name in UNITS},  # aten/src/ATen/mps/MPSAllocator.mm writes GiB so
 }
+_UNKNOWN = 1 << 50  # Bytes of no GPU: WSL states 17179869184.00 GiB for each process.
 _PREFIX = re.compile(
     r"^(?:[^\S\n]*(?:[>|│]"  # quoted, or in a box
     r"|\d{4}-\d\d-\d\d[T ][\d:.,]+Z?"
-    r"|\[?[A-Za-z_]+\d+(?:\|\d+)?\]?:"  # [rank2]: of torch, trainer0|1: of torchrun
-    r"|\d+:(?=\s)"  # srun --label
-    r"|\(\w+[^()\n]*\bpid=\d+[^()\n]*\)))+",  # Ray
+    r"|\[?[A-Za-z_]{1,40}\d{1,9}(?:\|\d{1,9})?\]?:"  # [rank2]: of torch, trainer0|1: of torchrun
+    r"|\d{1,9}:(?=\s)"  # srun --label
+    r"|\(\w{1,80}[^()\n]{0,80}\bpid=\d{1,9}[^()\n]{0,80}\)))+",  # Ray
     re.MULTILINE,
 )
 # The number of the rank in such a prefix.
-_RANK = re.compile(r"\[rank(\d+)\]:|\[default(\d+)\]:|[A-Za-z_]+\d+\|(\d+):|^\s*(\d+):\s")
+_RANK = re.compile(r"\[(?:rank|default)(\d{1,9})\]:|[A-Za-z_]{1,40}\d{1,9}\|(\d{1,9}):|(\d{1,9}):\s")
 
 
 @dataclass(frozen=True)
@@ -116,61 +117,51 @@ class Reading:
         return f"{self.dtype} {self.tensor}{tokens}{self.note and f' ({self.note})'}"
 
 
-class _Plain(NamedTuple):
-    """A message without numbers."""
-
-    form: str
-    pattern: str  # Of its text without blanks.
-    cause: str
-    words: str
-    kind: str = "CUDA"
-
-
-_PLAIN = (
-    _Plain(
-        "nccl",
+# Messages without numbers by form: the backend, the text without blanks, the cause, and a way out.
+_PLAIN = {
+    "nccl": (
+        "CUDA",
         r"FailedtoCUDA(?:calloc|malloc)(?:async)?(?:(?P<bytes>\d{1,15})bytes)?|(?:Cuda|HIP)failure(?:2)?'outofmemory'",
         "nccl",
-        "NCCL found no memory. Set NCCL_MAX_NCHANNELS=8, or leave room for it: "
+        "NCCL found no memory. Set NCCL_MAX_NCHANNELS=8, or leave it some: "
         "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
     ),
-    _Plain(
-        "vllm wakes up",
+    "vllm wakes up": (
+        "CUDA",
         r"CUDAError:outofmemoryat\S{0,200}cumem_allocator",
         "driver",
         "vLLM wakes up, and the trainer still has the memory: offload its state, call torch.cuda.empty_cache(), or lower "
         "gpu_memory_utilization.",
     ),
-    _Plain(
-        "vllm cache",
+    "vllm cache": (
+        "CUDA",
         r"Noavailablememoryforthecacheblocks",
         "vLLM",
-        "vLLM's share has no room for its cache. Raise gpu_memory_utilization, lower max_model_len, or free the trainer's "
-        "memory before.",
+        "vLLM's share is full before its cache is made. Raise gpu_memory_utilization, lower max_model_len, or free the "
+        "trainer's memory before.",
     ),
-    _Plain(
-        "driver",
+    "driver": (
+        "CUDA",
         r"(?P<kind>CUDA|HIP|XPU|NPU)error:outofmemory|CUDA_ERROR_OUT_OF_MEMORY|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)"
         r"|CU[A-Z]+_STATUS_ALLOC_FAILED",
         "driver",
-        "The driver, not torch's allocator, found no memory. Leave it room: "
+        "The driver, not torch's allocator, found no memory. Leave it some: "
         "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
     ),
-    _Plain(
-        "level zero",
+    "level zero": (
+        "XPU",
         r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
         "driver",
-        "Level Zero, not torch's allocator, found no memory. Leave it room: "
+        "Level Zero, not torch's allocator, found no memory. Leave it some: "
         "torch.xpu.set_per_process_memory_fraction(0.9) before training.",
-        "XPU",
     ),
-)
+}
 # Text that each message has, if it is not wrapped there.
 _ANCHORS = (
     *("out of memory", "OUT_OF_", "MemoryAllocation", "OutOfMemory", "ALLOC_FAILED", "Failed to CUDA"),
     *("Free memory on device", "No available memory for", "would exceed allowed"),
 )
-_MESSAGE, _MESSAGES, _BETWEEN = 8_000, 2_000, 100_000  # Characters of a message; messages; characters that follow one.
+_MESSAGE, _MESSAGES, _BETWEEN = 8_000, 1_000, 100_000  # Characters of a message; messages; characters that follow one.
 _WRAPPED = 1 << 20  # Characters at the end that are looked through for a wrapped message.
 # A line of a run that goes on.
 _STEPS = re.compile(r"\b(?:step|epoch|iter|iteration|loss)\b[\s:=\[('\"]{0,4}\d|\d%\|", re.IGNORECASE)
@@ -201,18 +192,14 @@ def read_message(text: str) -> OutOfMemory | None:
     while first and not _STEPS.search(text, found[first - 1][0], min(found[first][0], found[first - 1][0] + _BETWEEN)):
         first -= 1
     burst = [message for _, message in found[first:]]
-    most = max(map(_told, burst))
-    told = [message for message in burst if _told(message) == most]
+    counts = [sum(n is not None for n in (each.asked_bytes, each.total_bytes, each.allocated_bytes)) for each in burst]
+    told = [message for message, count in zip(burst, counts, strict=True) if count == max(counts)]
     rank = next((message.rank for message in told if message.rank is not None), None)
     return replace(
         next(message for message in reversed(told) if message.rank == rank),
         ranks=len({message.rank for message in burst} - {None}),
         went_on=_STEPS.search(text, found[-1][0], found[-1][0] + _BETWEEN) is not None,
     )
-
-
-def _told(message: OutOfMemory) -> int:
-    return sum(size is not None for size in (message.asked_bytes, message.total_bytes, message.allocated_bytes))
 
 
 def _message(text: str) -> OutOfMemory | None:
@@ -222,7 +209,7 @@ def _message(text: str) -> OutOfMemory | None:
     if start := re.search(
         backend + r"(?=\.?Triedtoallocate|\(MPSallocated)|(?=Allocationondevice\d{1,4}wouldexceed)", text
     ):
-        rest = text[start.end() :]
+        rest = text[start.end() : start.end() + _MESSAGE]
         following = re.search(backend, rest)
         return _numbers(start[1] or "CUDA", rest[: following.start()] if following else rest)
     too_little = r"Freememoryondevice(?:cuda:(\d{1,4}))?\({0}/{0}GiB\)onstartup.{1,60}utilization\({0},{0}GiB\)"
@@ -230,11 +217,11 @@ def _message(text: str) -> OutOfMemory | None:
         free, total, _, asked = (round(float(number) * GIB) for number in start.groups()[1:])
         device = int(start[1]) if start[1] else None
         return OutOfMemory("vllm", device=device, asked_bytes=asked, total_bytes=total, free_bytes=free)
-    for plain in _PLAIN:
-        if start := re.search(plain.pattern, text):
+    for form, (kind, pattern, _, _) in _PLAIN.items():
+        if start := re.search(pattern, text):
             named = start.groupdict()
             size = int(named["bytes"]) if named.get("bytes") else None
-            return OutOfMemory(plain.form, kind=named.get("kind") or plain.kind, asked_bytes=size)
+            return OutOfMemory(form, kind=named.get("kind") or kind, asked_bytes=size)
     bare = re.search(rf"{backend}\.|Error:{backend}", text)
     return None if bare is None else OutOfMemory("cut off", kind=bare[1] or bare[2])
 
@@ -261,12 +248,10 @@ def _numbers(kind: str, text: str) -> OutOfMemory:
     if "Currentlyallocated:" in text:
         form = "cudaMallocAsync"
     process = size("his process has {} memory in use")
-    if process is not None and process < 0.98 * ((allocated or 0) + (unallocated or 0)):
+    if process is not None and not 0.98 * ((allocated or 0) + (unallocated or 0)) <= process < _UNKNOWN:
         process = None  # in a container, its number is 0 or another's
-    others = {
-        int(number): _bytes(value, unit)
-        for number, value, unit in re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
-    }
+    listed = re.findall(rf"Process(\d{{1,9}})has{_SIZE}memoryinuse", text)
+    others = {int(number): taken for number, *value in listed if (taken := _bytes(*value)) < _UNKNOWN}
     if kind == "MPS":
         beside, form = size("other allocations: {}"), "mps"
         process = None if allocated is None or beside is None else allocated + beside
@@ -358,9 +343,8 @@ def causes(message: OutOfMemory) -> list[Cause]:
 
     Causes of a kind are in the order of their bytes, the largest first.
     """
-    plain = next((plain for plain in _PLAIN if plain.form == message.form), None)
-    if plain is not None:
-        return [Cause(plain.cause, message.asked_bytes or 0, plain.words)]
+    if message.form in _PLAIN:
+        return [Cause(_PLAIN[message.form][2], message.asked_bytes or 0, _PLAIN[message.form][3])]
     missing = (message.asked_bytes or 0) - (message.free_bytes or 0)
     certain = list(_certain_causes(message))
     sized = sorted(_sized_causes(message), key=lambda cause: -cause.size)

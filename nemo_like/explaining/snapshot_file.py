@@ -23,6 +23,13 @@ _MEMORY, _MEMORY_PER_BYTE = 1 << 30, 10
 _DEVICES = 120
 _STACK = 10_000  # Frames of a stack: Python's own limit is 1,000, which users raise.
 _TOTAL = 1 << 62  # Bytes of all sizes together: they are summed in 64 bits.
+# Numbers that a segment or block may have: streams are pointers.
+_OPTIONAL = {
+    "address": range(1 << 64),
+    "requested_size": range(1 << 62),
+    "device": range(_DEVICES),
+    "stream": range(-(1 << 63), 1 << 64),
+}
 _CHUNK = 1 << 18
 # Errors that a damaged pickle ends in.
 _DAMAGED = (
@@ -87,9 +94,7 @@ def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except SnapshotError as error:
         raise SnapshotError(f"{name} was not read: {error}.") from None
     except MemoryError:
-        raise SnapshotError(
-            f"{name} was not read: it wants more memory than a snapshot of its {size:,} bytes."
-        ) from None
+        raise SnapshotError(f"{name} was not read: no snapshot of {size:,} bytes takes as much memory.") from None
     except _DAMAGED:
         raise SnapshotError(f"{name} was not read: it is cut, damaged or no pickle. {_GIVE}") from None
 
@@ -125,10 +130,9 @@ def _checked(value: Any, count: int | None = None) -> dict[str, Any]:
     if isinstance(value, list):  # torch 2.0: segments alone
         value = {"segments": value}
     if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
-        keys = [*value][:4] if isinstance(value, dict) else []
-        named = printable(", ".join(key[:40] for key in keys if isinstance(key, str)) or "no names")
-        has = f"a dict of {named}" if isinstance(value, dict) else a_or_an(value)
-        raise SnapshotError(f"it is {has}, and a snapshot has a list of segments")
+        names = ", ".join(key[:40] for key in [*value][:4] if isinstance(key, str)) if isinstance(value, dict) else ""
+        kind = a_or_an(value) + (f" of {printable(names)}" if names else "")
+        raise SnapshotError(f"it is {kind}, and a snapshot has a list of segments")
     segments, traces = value["segments"], value.setdefault("device_traces", [])
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise SnapshotError("its device_traces are not lists of events")
@@ -138,8 +142,6 @@ def _checked(value: Any, count: int | None = None) -> dict[str, Any]:
         _numbers(segment, "segment", "address", "total_size")
         if not isinstance(segment.get("blocks"), list):
             raise SnapshotError("a segment has no list of blocks")
-        if segment.get("device", 0) >= _DEVICES:
-            raise SnapshotError(f"a segment is of device {segment['device']:,}, and there are at most {_DEVICES}")
     parts = sum(len(segment["blocks"]) for segment in segments) + sum(map(len, traces))
     if count is not None and parts > count:
         raise SnapshotError(f"it has {parts:,} blocks and events in {count:,} bytes")
@@ -157,19 +159,17 @@ def _checked(value: Any, count: int | None = None) -> dict[str, Any]:
                 stacks[id(frames)] = frames if isinstance(frames, list) else []
     for trace in traces:
         for event in trace:  # a million of them: no call for each
-            size = event.get("size") if type(event) is dict else None
+            size, frames = (event.get("size"), event.get("frames")) if type(event) is dict else (None, None)
             if type(size) is not int or size < 0 or type(event.get("action")) is not str:
                 raise SnapshotError("an event without action and size")
             if (
-                not type(event.get("addr", 0))
+                type(frames) not in (list, NoneType)
+                or not type(event.get("addr", 0))
                 is type(event.get("stream", 0))
                 is type(event.get("device_free", 0))
                 is int
             ):
-                raise SnapshotError("addr, stream or device_free of an event is not a number")
-            frames = event.get("frames")
-            if type(frames) not in (list, NoneType):
-                raise SnapshotError("the frames of an event are not a list")
+                raise SnapshotError("addr, stream, device_free or frames of an event is of another type")
             total += size
             stacks[id(frames)] = frames or []
     if total > _TOTAL:
@@ -183,9 +183,9 @@ def _numbers(part: Any, what: str, *names: str) -> None:
     """Refuse a segment or a block without numbers of these `names`, or with others that are not numbers."""
     if not isinstance(part, dict) or any(type(part.get(name)) is not int or part[name] < 0 for name in names):
         raise SnapshotError(f"a {what} without {' and '.join(names)}")
-    for name in ("address", "requested_size", "device", "stream"):
-        if type(number := part.get(name, 0)) is not int or (number < 0 and name != "stream"):
-            raise SnapshotError(f"{name} of a {what} is not a number")
+    for name, allowed in _OPTIONAL.items():
+        if type(number := part.get(name, 0)) is not int or number not in allowed:
+            raise SnapshotError(f"{name} of a {what} is not a number from {allowed[0]:,} to {allowed[-1]:,}")
     if not isinstance(part.get("frames") or [], list):
         raise SnapshotError(f"the frames of a {what} are not a list")
 

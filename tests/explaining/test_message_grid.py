@@ -65,6 +65,7 @@ def _written(case: dict[str, float], form: str) -> str:
     processes = {
         "2.1": f"{other}Including non-PyTorch memory, this process has {own:.2f} GiB memory in use. ",
         "container": f"{other}Process 8 has {own:.2f} GiB memory in use. ",
+        "WSL": "Including non-PyTorch memory, this process has 17179869184.00 GiB memory in use. ",
         "container 0": "Including non-PyTorch memory, this process has 0 bytes memory in use. ",
         "HIP": "",
         "old": "",
@@ -73,7 +74,7 @@ def _written(case: dict[str, float], form: str) -> str:
     return text.format(k="HIP" if form == "HIP" else "CUDA", processes=processes, reserved=reserved, **case)
 
 
-@pytest.mark.parametrize("form", ["2.1", "container", "container 0", "HIP", "old"])
+@pytest.mark.parametrize("form", ["2.1", "container", "container 0", "WSL", "HIP", "old"])
 def test_causes_are_the_bytes_on_the_gpu(form: str) -> None:
     assert len(GRID) == 640
     for case in GRID:
@@ -161,8 +162,8 @@ def test_forms_of_vllm_and_drivers(text: str, form: str, kind: str, size: float)
 
 
 def test_plain_forms_fit_on_two_lines() -> None:
-    for plain in _PLAIN:
-        assert len(words(OutOfMemory(plain.form))) <= 3
+    for form in _PLAIN:
+        assert len(words(OutOfMemory(form))) <= 3
 
 
 def test_the_message_of_cuda_malloc_async() -> None:
