@@ -176,7 +176,9 @@ def read_message(text: str) -> OutOfMemory | None:
     if "\x1b" in text:
         text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     anchors = (match.start() for anchor in _ANCHORS for match in re.finditer(re.escape(anchor), text))
-    lines = sorted({max(text.rfind("\n", 0, place) + 1, place - 200) for place in anchors})[-_MESSAGES:]
+    lines = sorted({max(text.rfind("\n", max(0, place - 200), place) + 1, place - 200) for place in anchors})[
+        -_MESSAGES:
+    ]
     found = list[tuple[int, OutOfMemory]]()
     before = 0
     for begin, end in pairwise([*lines, len(text)]):

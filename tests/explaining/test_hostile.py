@@ -159,6 +159,7 @@ READ: dict[str, bytes] = {
     "large extra value": pickle.dumps(GOOD | {"extra": list(range(100_000))}),
     "digits in a log": _digit_log(b"Tried to allocate "),
     "log in UTF-16": "CUDA out of memory. Tried to allocate 1.00 GiB".encode("utf-16"),
+    "one line of messages": b"CUDA out of memory. Tried to allocate 1.00 GiB " * 20_000,
     "NULs in a log": b"\0" * 100_000 + b"CUDA out of memory. Tried to allocate 1.00 GiB",
 }
 PYTHONS = (
