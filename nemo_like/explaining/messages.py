@@ -124,13 +124,13 @@ _PLAIN = {
         r"FailedtoCUDA(?:calloc|malloc)(?:async)?(?:(?P<bytes>\d{1,15})bytes)?|(?:Cuda|HIP)failure(?:2)?'outofmemory'",
         "nccl",
         "NCCL found no memory. Set NCCL_MAX_NCHANNELS=8, or leave it some: "
-        "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
+        "{module}.set_per_process_memory_fraction(0.9) before training.",
     ),
     "vllm wakes up": (
         "CUDA",
         r"CUDAError:outofmemoryat\S{0,200}cumem_allocator",
         "driver",
-        "vLLM wakes up, and the trainer still has the memory: offload its state, call torch.cuda.empty_cache(), or lower "
+        "vLLM wakes up, and the trainer still has the memory: offload its state, call {module}.empty_cache(), or lower "
         "gpu_memory_utilization.",
     ),
     "vllm cache": (
@@ -146,14 +146,14 @@ _PLAIN = {
         r"|CU[A-Z]+_STATUS_ALLOC_FAILED",
         "driver",
         "The driver, not torch's allocator, found no memory. Leave it some: "
-        "torch.cuda.set_per_process_memory_fraction(0.9) before training.",
+        "{module}.set_per_process_memory_fraction(0.9) before training.",
     ),
     "level zero": (
         "XPU",
         r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
         "driver",
         "Level Zero, not torch's allocator, found no memory. Leave it some: "
-        "torch.xpu.set_per_process_memory_fraction(0.9) before training.",
+        "{module}.set_per_process_memory_fraction(0.9) before training.",
     ),
 }
 # Text that each message has, if it is not wrapped there.
@@ -164,7 +164,7 @@ _ANCHORS = (
 _MESSAGE, _MESSAGES, _BETWEEN = 8_000, 1_000, 100_000  # Characters of a message; messages; characters that follow one.
 _WRAPPED = 1 << 20  # Characters at the end that are looked through for a wrapped message.
 # A line of a run that goes on.
-_STEPS = re.compile(r"\b(?:step|epoch|iter|iteration|loss)\b[\s:=\[('\"]{0,4}\d|\d%\|", re.IGNORECASE)
+_STEPS = re.compile(r"\b(?:global_)?(?:steps?|epoch|iter|iteration|loss)\b[\s:=\[('\"]{0,12}\d|\d%\|", re.IGNORECASE)
 
 
 def read_message(text: str) -> OutOfMemory | None:
@@ -346,7 +346,8 @@ def causes(message: OutOfMemory) -> list[Cause]:
     Causes of a kind are in the order of their bytes, the largest first.
     """
     if message.form in _PLAIN:
-        return [Cause(_PLAIN[message.form][2], message.asked_bytes or 0, _PLAIN[message.form][3])]
+        *_, kind, way_out = _PLAIN[message.form]
+        return [Cause(kind, message.asked_bytes or 0, way_out.format(module=_BACKENDS[message.kind].module))]
     missing = (message.asked_bytes or 0) - (message.free_bytes or 0)
     certain = list(_certain_causes(message))
     sized = sorted(_sized_causes(message), key=lambda cause: -cause.size)
@@ -435,7 +436,7 @@ def _sized_causes(message: OutOfMemory) -> Iterator[Cause]:
         yield Cause(
             "private pools",
             pools,
-            f"CUDA graphs keep {write_bytes(pools)} in private pools. Capture fewer graphs, or let them share a pool.",
+            f"{message.kind} graphs keep {write_bytes(pools)} in private pools. Capture fewer, or let them share a pool.",
         )
     if message.form == "mps" and message.process_bytes and message.allocated_bytes is not None:
         others = message.process_bytes - message.allocated_bytes
@@ -471,7 +472,10 @@ def _others(message: OutOfMemory) -> Iterator[Cause]:
         # a context and NCCL take the latter, of a small GPU less
         if unknown <= (min(max(1.5 * GIB, 0.07 * total), total / 3) if own is None else _LEAST):
             return
-        kind, whose = "other processes", "other processes, the context or NCCL" if own is None else "other processes"
+        kind, whose = (
+            "other processes",
+            "other processes, the context, collectives" if own is None else "other processes",
+        )
         if message.kind in ("CUDA", "HIP") and _SHARED[0] <= total <= _SHARED[1]:
             kind, whose = "unified memory", "the CPU's, which shares this memory, or other processes'"
         elif own is None and message.unallocated_bytes is None:

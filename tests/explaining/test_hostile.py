@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +217,14 @@ def test_what_is_not_a_file(kind: str, tmp_path: Path, program: Any) -> None:
     path = tmp_path / kind
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "dangling": lambda: path.symlink_to("/nonexistent")}[kind]()
     assert "is not a file. Give a snapshot" in program(["explain", str(path)], 2).err
+
+
+def test_standard_input_is_read_to_its_last_64_mib(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = b"CUDA out of memory. Tried to allocate 1.00 GiB\n"
+    for text, code in ((b"\xff\0" * 1000 + message, 0), (message + bytes(65 << 20), 2), (b"", 2)):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text)))
+        printed = program(["explain", "-"], code)
+        assert "1.00GiB" in printed.out if code == 0 else printed.err.startswith("nemo-like explain: Standard input has no")
 
 
 def test_bombs_take_less_than_1_and_a_half_gib(tmp_path: Path) -> None:

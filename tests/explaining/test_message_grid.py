@@ -221,6 +221,24 @@ def test_the_message_that_ended_the_run(
     assert (f"Rank {rank} failed first, of {ranks} ranks with such a message." in lines) == (ranks > 1)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO step 3 loss 1.2",
+        "{'loss': 1.23, 'epoch': 0.1}",
+        "  5%|▌         | 5/100 [00:10<03:20]",
+        " iteration       12/     100 | consumed samples: 12",
+        "Epoch [3/10]",
+        "global_step=12",
+        "2026-01-01 12:00:00 - Step: 7",
+    ],
+)
+def test_lines_of_steps(line: str) -> None:
+    assert read(_log((None, 70), line)).went_on
+    traceback = ("    loss = model(x)  # step by step", "  File 'a.py', line 3, in training_step")
+    assert not read(_log(line, (None, 70), *traceback)).went_on
+
+
 def test_a_log_of_20_mb_takes_less_than_two_seconds() -> None:
     steps = "INFO 2026-01-01 step 12 loss 1.0 memory in use\n" * 215_000
     text = _log((1, 50)) + steps + _log((1, 55)) + steps + _log((2, 60), (1, 70))
