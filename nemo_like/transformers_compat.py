@@ -263,6 +263,14 @@ def prepared_inputs(trainer: Any, batch: Any) -> Any:
     return getattr(trainer, _PREPARE)(batch)
 
 
+def kept_by_evaluation(model: Any, output: Any) -> Any:
+    """Return the parts of a model's output that a Trainer's evaluation keeps for its metrics."""
+    if not isinstance(output, Mapping):
+        return output
+    dropped = ("loss", *getattr(model.config, "keys_to_ignore_at_inference", ("cache",)))
+    return [value for name, value in output.items() if name not in dropped]
+
+
 def generates_batches(trainer: Any) -> bool:
     """Return whether a trainer makes its model's inputs by generating."""
     return hasattr(trainer, _BUFFERED)

@@ -30,6 +30,11 @@ class LargestBatch:
         return sum(tensor.numel() for tensor in self._tensors())
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
     def shape(self) -> str:
         """Rows and width of its largest tensor, in words."""
         most = max(self._tensors(), key=lambda tensor: tensor.numel(), default=torch.empty(0))

@@ -1,7 +1,6 @@
-"""The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, its largest batch, its plan."""
+"""The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, and the call of its model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,17 +11,12 @@ from nemo_like._util.words import parse_dtype, write_bytes
 from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import copy_to_keep
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
-from nemo_like.integrations.trainer_batches import largest_batch
+from nemo_like.integrations.trainer_batches import largest_batch as largest_batch  # for recipes
 from nemo_like.job import Job
 from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Precision, Single, StepSpec
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
-from nemo_like.planning.devices import Device, device_of, step_limit
-from nemo_like.planning.model.traced import MODES
-from nemo_like.planning.predict import predict
-from nemo_like.planning.predictions.reserved import default_limit
-from nemo_like.planning.report import SHARES, PlanReport, ReportRow
+from nemo_like.planning.devices import Device
 from nemo_like.precision import Autocast
-from nemo_like.settings.paste import trainer_call
 from nemo_like.transformers_compat import prepared_inputs
 
 # Fields of training arguments by which transformers checkpoints every layer itself, in the order in which it reads them.
@@ -67,6 +61,12 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         precision=Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype) if told.shards else dtype,
         **asked,
     )
+
+
+def ac_word(ac: object) -> str:
+    """Return a mode or a budget as a report's rows have it; empty: it has no such row."""
+    word = ac.mode if isinstance(ac, CheckpointConfig) else ac.words if isinstance(ac, MemoryBudget) else None
+    return word if isinstance(word, str) and word != "sequential" else ""
 
 
 def own_checkpointing(args: object) -> tuple[str, str] | None:
@@ -152,7 +152,7 @@ class _ModelCalledError(Exception):
     """Ends a step where it calls the model."""
 
 
-def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
+def call_of_model(trainer: Any, batch: Any, *, training: bool = True) -> dict[str, Any]:
     """Return the keywords that a trainer calls its model with for a batch. The model does not run."""
     if not isinstance(batch, Mapping):
         raise ValueError(
@@ -168,78 +168,10 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
     was_training = model.training
     try:
         with random_numbers_put_back(), model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True):
-            model.train()
+            model.train(training)
             trainer.compute_loss(model, prepared_inputs(trainer, batch), num_items_in_batch=None)
     except _ModelCalledError:
         return seen
     finally:
         model.train(was_training)
     raise ValueError(f"{type(trainer).__name__} does not call its model for a batch. Pass ac_sample_input=.")
-
-
-def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool = True) -> PlanReport:
-    """Return the plan of a trainer's job: whether its step fits, the fastest ``ac`` that does, and its cost.
-
-    The step has the largest batch that the trainer's data and collator can make. Runs nothing on a GPU.
-
-    Args:
-        trainer: a `transformers.Trainer` or one of TRL's, before ``train()``, with `CheckpointingMixin` or without.
-        memory: as for `nemo_like.predict`.
-        what_if: also report the effects of single changes.
-
-    Raises:
-        ValueError, NotImplementedError: as `nemo_like.predict`; a training set that is a stream; sharding by others.
-
-    >>> print(plan_trainer(trainer).verdict())  # doctest: +SKIP
-    """
-    planned = getattr(trainer, "planned_job", None)
-    model, job = (planned_model(trainer.model), job_of_trainer(trainer)) if planned is None else planned()
-    sample = call_of_model(trainer, largest_batch(trainer))
-    if taken := reference_bytes(trainer):
-        device = device_of(job)
-        memory = (default_limit(job, device) if memory is None else step_limit(device, memory)) - taken
-        say_once(f"The reference model's {write_bytes(taken)} are not in the plan: its limit is lower by them.")
-    set_up = ac_word(job.ac)
-    rows = [] if set_up in ("", *MODES) else [*SHARES, set_up]
-    report = predict(model, job, sample_input=sample, rows=rows, memory=memory, what_if=what_if)
-    args = trainer.args
-    sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": getattr(args, "max_length", None)}
-    return as_set_up(trainer, TrainerReport(**vars(report), sizes=sizes), set_up)
-
-
-def ac_word(ac: object) -> str:
-    """Return a mode or a budget as a report's rows have it; empty: it has no such row."""
-    word = ac.mode if isinstance(ac, CheckpointConfig) else ac.words if isinstance(ac, MemoryBudget) else None
-    return word if isinstance(word, str) and word != "sequential" else ""
-
-
-@dataclass(frozen=True)
-class TrainerReport(PlanReport):
-    """The report of a trainer's job: its line to paste is the trainer's arguments."""
-
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Rows of a micro-batch on one rank, and the longest row where the trainer cuts rows, by our flags."""
-
-    def call(self, row: ReportRow | None = None, sample: str | None = None) -> str:
-        """Return the arguments that run `row` (default: `best`); a trainer needs no `sample`.
-
-        Raises:
-            ValueError: nothing fits, and no row was given.
-        """
-        row = self.best if row is None else row
-        if row is None:
-            raise ValueError(self.verdict())
-        return trainer_call(self.job, ac=row.ac, **self.sizes)
-
-
-def as_set_up(trainer: Any, report: TrainerReport, set_up: str) -> TrainerReport:
-    """Return a report whose `best` is the row `set_up`, which the trainer was told to run, if that fits."""
-    row = next((row for row in report.rows if row.ac == set_up), None)
-    if row is None or row == report.best:
-        return report
-    own = own_checkpointing(trainer.args)
-    words = f"The trainer is set up with {own[0] if own else f'ac={set_up!r}'}"
-    if not row.fits:
-        return replace(report, answer=f"{words}, which does not fit: it takes {write_bytes(row.need.bytes)}.")
-    assert report.best is not None  # `row` fits
-    return replace(report, best=row, answer=f"{words}. Faster, and it fits: ac={report.best.ac!r}.")

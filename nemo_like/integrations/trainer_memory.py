@@ -14,11 +14,14 @@ from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.words import write_bytes
-from nemo_like.integrations.trainer_batches import find_largest, largest_batch
+from nemo_like.distributed.launch import world_size
+from nemo_like.integrations.accelerate_settings import accelerate_settings
+from nemo_like.integrations.trainer_batches import find_largest, find_largest_evaluated, largest_batch
+from nemo_like.integrations.trainer_evaluation import base_bytes, evaluation_of, waiting_batches
 from nemo_like.integrations.trainer_job import call_of_model, reference_bytes
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
-from nemo_like.planning.advise import flag_changes, saving, where_memory_runs_out
+from nemo_like.planning.advise import flag_changes, lowering, saving, where_memory_runs_out
 from nemo_like.planning.planner import lower_peaks, peak_under, query_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import local_part, recorded_snapshot, tree_leaves
@@ -55,14 +58,30 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
             with trainer.accelerator.no_sync(model=model):
                 step(copy.copy(batch))
         step(copy.copy(batch))
+        model.zero_grad(set_to_none=True)
+        evaluated = _try_evaluation(trainer, model) if trainer.args.eval_strategy != "no" else ""
     del state
-    model.zero_grad(set_to_none=True)
     vars(trainer).update(counts)
     with torch.no_grad():
         for buffer, value in kept:
             buffer.copy_(value)
     named = f"The largest batch, {largest.shape}{largest.unknown}"
-    say_once(f"{named}, fits: forward, backward and the optimizer's state.")
+    say_once(f"{named}, fits: forward, backward and the optimizer's state.{evaluated}")
+
+
+def _try_evaluation(trainer: Any, model: nn.Module) -> str:
+    """Run the evaluation of the largest batch, with memory as large as the outputs that wait; return a sentence on it."""
+    if (largest := find_largest_evaluated(trainer)) is None:
+        return ""
+    model.eval()
+    loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+    with advice_where_memory_runs_out(lambda: ways_out_of_evaluation(trainer, *trainer.planned_job())):
+        _, *kept = trainer.prediction_step(model, copy.copy(largest.batch), loss_only)
+        size = sum(leaf.nbytes for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)) * world_size()
+        joined = max(0, 2 * waiting_batches(trainer, None, world_size()) - 1) * size
+        torch.empty(joined, dtype=torch.uint8, device=trainer.args.device)
+    model.train()
+    return f" So does the largest of the evaluation, {largest.shape}{largest.unknown}."
 
 
 def _counts(value: Any) -> bool:
@@ -139,6 +158,41 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
 
         lines += str(explain(snapshot)).splitlines()[:3]
     return lines
+
+
+def ways_out_of_evaluation(trainer: Any, model: nn.Module, job: Job) -> list[str]:
+    """Return the bytes that an evaluation needs by its plan, and the changes that lower them; arguments as `ways_out`."""
+    query = query_of(model, call_of_model(trainer, largest_batch(trainer)), job)
+    evaluation = evaluation_of(trainer, model, lambda: query)
+    if evaluation is None:
+        return ["No plan is made of this evaluation. Set a smaller per_device_eval_batch_size."]
+
+    def tried() -> Iterator[tuple[str, int]]:
+        rows = trainer.args.per_device_eval_batch_size
+        if rows > 1 and (half := evaluation_of(trainer, model, lambda: query, rows // 2)) is not None:
+            yield f"per_device_eval_batch_size={rows // 2}", half.bytes
+        if evaluation.batches > 1:
+            yield "eval_accumulation_steps=1", replace(evaluation, batches=1).bytes
+        for values, changed in flag_changes(job, ("optimizer",)):
+            if words := _argument("optimizer", values["optimizer"]):
+                yield words, replace(evaluation, base=base_bytes(query.under(changed).stages[0])).bytes
+
+    waiting = f", {write_bytes(evaluation.waiting)} of them outputs of other batches" if evaluation.waiting else ""
+    return [
+        f"An evaluation of its largest batch takes {write_bytes(evaluation.bytes)} of tensors by its plan{waiting}.",
+        *(f"Lower it by {saving(*each)}" for each in lowering(evaluation.bytes, tried())[:_MOST_CHANGES]),
+    ]
+
+
+def ways_out_of_saving(trainer: Any, model: nn.Module, job: Job) -> list[str]:
+    """Return the bytes that saving gathers, and the way around it; arguments as `ways_out`."""
+    if not accelerate_settings().shards:
+        return ways_out(trainer, model, job)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return [
+        f"Saving a sharded model gathers its whole weights, {write_bytes(whole)}, on a rank. Set fsdp_state_dict_type: "
+        "SHARDED_STATE_DICT in accelerate's config, and save by checkpoints (save_strategy)."
+    ]
 
 
 def _argument(name: str, value: str) -> str:

@@ -12,6 +12,8 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +38,16 @@ from nemo_like.integrations.trainer_job import (
     copy_for_plans,
     job_of_trainer,
     own_checkpointing,
-    plan_trainer,
     without_reference,
 )
-from nemo_like.integrations.trainer_memory import advice_where_memory_runs_out, try_largest_batch, ways_out
+from nemo_like.integrations.trainer_memory import (
+    advice_where_memory_runs_out,
+    try_largest_batch,
+    ways_out,
+    ways_out_of_evaluation,
+    ways_out_of_saving,
+)
+from nemo_like.integrations.trainer_report import plan_trainer
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
@@ -230,12 +238,29 @@ class CheckpointingMixin:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """The trainer's own; before the first one, with ``check_memory``, the largest batch is tried."""
         own = super().training_step  # type: ignore[misc]
-        with advice_where_memory_runs_out(lambda: ways_out(self, *self.planned_job())):
-            if not self._memory_checked:
-                self._memory_checked = True
-                if self._checks_memory():
-                    try_largest_batch(self, model, lambda batch: own(model, batch, num_items_in_batch))
-            return own(model, inputs, num_items_in_batch)
+        if not self._memory_checked:
+            self._memory_checked = True
+            if self._checks_memory():
+                try_largest_batch(self, model, lambda batch: own(model, batch, num_items_in_batch))
+        return own(model, inputs, num_items_in_batch)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, with advice where memory runs out."""
+        with self._advised(ways_out):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, with advice where memory runs out."""
+        with self._advised(ways_out_of_evaluation):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, with advice where memory runs out."""
+        with self._advised(ways_out_of_saving):
+            return super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _advised(self, ways: Callable[[Any, nn.Module, Job], list[str]]) -> AbstractContextManager[None]:
+        return advice_where_memory_runs_out(lambda: ways(self, *self.planned_job()))
 
     def _checks_memory(self) -> bool:
         wanted = getattr(self.args, "check_memory", None)

@@ -106,6 +106,9 @@ def in_words(fitting: Iterable[str], lowering: Iterable[str]) -> list[str]:
     return [*fitting, *([f"not enough alone: {words}"] if words else [])]
 
 
+_ADVISED = "nemo_like_advised"  # Attribute of an error that has advice from a context within.
+
+
 @contextmanager
 def where_memory_runs_out(
     ways: Callable[[], list[str]], otherwise: str, told: Callable[[RuntimeError, list[str]], RuntimeError]
@@ -117,14 +120,16 @@ def where_memory_runs_out(
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or getattr(error, _ADVISED, False):
             raise
         try:
             with without_dispatch_modes():  # a caller's mode counts the step, not its plan
                 lines = ways()
         except (ValueError, TypeError, RuntimeError) as problem:
             lines = [otherwise.format(problem)]
-        if (new := told(error, lines)) is error:
+        new = told(error, lines)
+        setattr(new, _ADVISED, True)
+        if new is error:
             raise
         raise new from error
 

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_like.integrations.trainer_batches import find_largest
 from nemo_like.integrations.trainer_job import job_of_trainer
 from nemo_like.integrations.transformers import plan_trainer
 from tests.integrations.common import QUIET, tokenizer
-from tests.integrations.test_trainer_memory import LENGTHS, counted, made_trainer, transformers, wide
+from tests.integrations.test_trainer_memory import LENGTHS, Limited, counted, made_trainer, transformers, wide
 from tests.models import decoders
 
 
@@ -98,3 +99,54 @@ def test_a_collator_with_a_generator_goes_on_as_without_the_check(tmp_path: Path
         return words
 
     assert losses(True) == losses(False)
+
+
+def evaluating(folder: Path, **options: Any) -> Any:
+    """Return a trainer whose evaluation takes more than its steps."""
+    often = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    return made_trainer("trainer", folder, [40] * 8, wide, evaluated=[400] * 24, **often | options)
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_the_plan_of_an_evaluation_is_what_is_counted(tmp_path: Path, metrics: bool) -> None:
+    trainer = evaluating(tmp_path)
+    trainer.compute_metrics = (lambda predicted: {}) if metrics else None
+    report = plan_trainer(trainer, what_if=False)
+    assert report.evaluation_bytes > report.rows[0].plan.peak_bytes and "An evaluation takes" in report.answer
+    with counted(trainer) as counter:
+        trainer.train()
+    assert -0.005 < report.evaluation_bytes / counter.peak - 1 < 0.01
+
+
+def test_an_evaluation_that_runs_out_is_told_before_the_first_step(tmp_path: Path) -> None:
+    trainer = evaluating(tmp_path, check_memory=True)
+    report = plan_trainer(trainer, what_if=False)
+    limit = report.evaluation_bytes * 9 // 10 - sum(p.nbytes for p in trainer.model.parameters())
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error, Limited(limit):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    lines = str(error.value).splitlines()
+    assert lines[2].startswith("Lower it by per_device_eval_batch_size=4 (")
+    trainer = evaluating(tmp_path, check_memory=True, per_device_eval_batch_size=4)
+    with Limited(limit):
+        assert trainer.train().global_step == 2
+
+
+@pytest.mark.parametrize("where", ["evaluation", "optimizer", "saving"])
+def test_memory_that_runs_out_elsewhere_has_advice(tmp_path: Path, where: str) -> None:
+    def runs_out(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 bytes.")
+
+    trainer = evaluating(tmp_path, optim="sgd")
+    trainer.create_optimizer()
+    owner, name = {
+        "evaluation": (trainer, "prediction_step"),
+        "optimizer": (trainer.optimizer, "step"),
+        "saving": (trainer, "_save"),
+    }[where]
+    setattr(owner, name, runs_out)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.save_model() if where == "saving" else trainer.train()
+    first = "An evaluation" if where == "evaluation" else "A step"
+    assert str(error.value).splitlines()[1].startswith(f"{first} of its largest batch takes ")
+    assert str(error.value).count("largest batch") == 1

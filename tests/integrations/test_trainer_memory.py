@@ -97,9 +97,12 @@ def made_trainer(
     ready: Callable[[], None] = lambda: None,
     data: Any = None,
     collate: Any = None,
+    evaluated: Any = None,
     **more: Any,
 ) -> Any:
-    """Return a trainer. `ready`: called between its arguments and itself; `data`, `collate`: instead of those made here."""
+    """Return a trainer. `ready`: called between its arguments and itself; `data`, `collate`: instead of those made here.
+
+    `evaluated`: lengths of rows to evaluate."""
     common: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, logging_steps=1, bf16=False, seed=5,
         optim="adamw_torch",
@@ -111,7 +114,8 @@ def made_trainer(
     arguments = {"trainer": Arguments, "sft": SFTArguments, "dpo": DPOArguments}[kind](**common)
     ready()
     if kind == "trainer":
-        return Trainer(built, arguments, train_dataset=data or _rows(lengths), data_collator=collate or _collated)
+        rows = {"train_dataset": data or _rows(lengths), "eval_dataset": None if evaluated is None else _rows(evaluated)}
+        return Trainer(built, arguments, data_collator=collate or _collated, **rows)
     if kind == "sft":
         return SFTTrainer(
             model=built, args=arguments, train_dataset=_texts(lengths, ["text"]), processing_class=tokenizer(),
