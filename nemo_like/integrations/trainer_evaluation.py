@@ -78,7 +78,7 @@ def waiting_batches(trainer: Any, rows: int | None, ranks: int) -> int:
     if trainer.compute_metrics is None or args.prediction_loss_only:
         return 0
     if args.batch_eval_metrics or trainer.preprocess_logits_for_metrics is not None:
-        return 1  # of what the function returns nothing is known before it ran
+        return 1  # the size of its result is not known before it ran
     lengths = [len(each) for each in (data.values() if type(data) is dict else [data])]
     count = math.ceil(max(lengths) / (rows or args.eval_batch_size) / ranks)
     return min(count, args.eval_accumulation_steps or count)

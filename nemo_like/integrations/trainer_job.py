@@ -21,8 +21,6 @@ from nemo_like.transformers_compat import prepared_inputs
 
 # Fields of training arguments by which transformers checkpoints every layer itself, in the order in which it reads them.
 _CHECKPOINTS = ("activation_checkpointing", "gradient_checkpointing")
-# Names of `TrainingArguments.optim` that are planned by another one.
-_OPTIMIZERS = TRAINER_OPTIMIZERS | {"paged_adamw_8bit": "adamw-8bit"}
 # The key of Liger's configuration for head and loss in one kernel, which it has if it is not told otherwise
 # (``_apply_liger_kernel_to_instance``).
 _LIGER_LOSS = "fused_linear_cross_entropy"
@@ -36,12 +34,10 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         asked: keywords of `Job.of`: ``ac``, ``loss``, ``cp``, ``offload``.
 
     Raises:
-        NotImplementedError: DeepSpeed, FSDP1 or another way to shard, and ``cp`` without FSDP2: no plan is made of these.
+        NotImplementedError: DeepSpeed, FSDP1 or another way to shard, ``cp`` without FSDP2, an optimizer as `optimizer_of`:
+            no plan is made of these.
     """
     args, told = trainer.args, accelerate_settings()
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer not in _OPTIMIZERS:
-        say_once(f"A plan has no optim={optimizer!r}: planned with torch's AdamW, whose state is as large or larger.")
     passes, ranks = args.gradient_accumulation_steps, world_size()
     if asked.get("ac") in (None, "none") and own_checkpointing(args) is not None:
         asked["ac"] = "full"
@@ -51,7 +47,7 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         microbatches=passes,
         sync="last" if passes > 1 else "every",
         keeps_output=False,  # compute_loss returns the loss only
-        optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
+        optimizer=optimizer_of(args),
     )
     dtype = told.precision
     return Job.of(
@@ -83,6 +79,23 @@ def own_checkpointing(args: object) -> tuple[str, str] | None:
     if accelerate_settings().checkpoints:
         return "accelerate's config (fsdp_activation_checkpointing: true)", "Set it to false"
     return None
+
+
+def optimizer_of(args: Any) -> str:
+    """Return our word for the optimizer of training arguments.
+
+    Raises:
+        NotImplementedError: one whose bytes are not known.
+    """
+    name, more = str(getattr(args.optim, "value", args.optim)), str(args.optim_args or "")
+    if name == "sgd" and "momentum" in more:
+        return "sgd-momentum"
+    if name not in TRAINER_OPTIMIZERS or (name == "rmsprop" and more):  # momentum and centered have states of their own
+        raise NotImplementedError(
+            f"No plan is made of optim={name!r}{f' with optim_args={more!r}' if more else ''}: the bytes of its state are "
+            f"not known. Use one of {', '.join(TRAINER_OPTIMIZERS)}, or a mode instead of a budget."
+        )
+    return TRAINER_OPTIMIZERS[name]
 
 
 def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:

@@ -52,7 +52,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         for name, value in vars(trainer).items()
         if type(value) in (int, float) or (name.startswith("_") and all(map(_counts, tree_leaves(value))))
     }
-    state = _state_to_come(trainer.optimizer)
+    state = _state_to_come(trainer.optimizer, trainer.args)
     with random_numbers_put_back(trainer.args.device):
         if trainer.args.gradient_accumulation_steps > 1:
             with trainer.accelerator.no_sync(model=model):
@@ -89,14 +89,16 @@ def _counts(value: Any) -> bool:
     return is_plain_value(value) and not callable(value)
 
 
-def _state_to_come(optimizer: Any) -> list[torch.Tensor]:
+def _state_to_come(optimizer: Any, args: Any) -> list[torch.Tensor]:
     """Return memory as large as the state that the optimizer's first step will make; empty: it is there."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if inner is None or inner.state:
         return []
     params = [local_part(p) for group in inner.param_groups for p in group["params"] if p.requires_grad]
-    name = type(inner).__name__.lower()
-    word = "sgd" if name.startswith("sgd") else "adamw-8bit" if "8bit" in name else "adamw"
+    name, own = type(inner).__name__.lower(), str(getattr(args.optim, "value", args.optim))
+    # The optimizer of the arguments, or the caller's own.
+    word = TRAINER_OPTIMIZERS.get(own) if name in own else None
+    word = word or ("sgd" if name.startswith("sgd") else "adamw-8bit" if "8bit" in name else "adamw")
     device = params[0].device.type if params else "cpu"
     trained = [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in params]
     sizes = optimizer_memory(trained, word, device=device).states

@@ -162,14 +162,51 @@ def _of_states(state: Callable[[TrainedParameter], tuple[int, ...]]) -> Memory:
     return lambda trained, device: OptimizerMemory(tuple(map(state, trained)))
 
 
-def _quantized(param: TrainedParameter) -> tuple[int, ...]:
-    """One byte per value and a float32 scale per 256, from 4096 elements on, else float32 (Dettmers et al., arXiv
-    2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not divide as
-    they are, and a table of 1 KiB for each state."""
-    if param.elements < SMALLEST_QUANTIZED:
-        return 4 * param.elements, 4 * param.elements
-    scales = 4 * -(-param.elements // QUANTIZED_BLOCK)
-    return param.elements, param.elements, scales, scales
+def _quantized(count: int) -> Memory:
+    """`count` states of one byte per value and a float32 scale per 256, from 4096 elements on, else float32 (Dettmers et
+    al., arXiv 2110.02861; ``min_8bit_size`` and block size of bitsandbytes). torchao's keeps parameters that 256 does not
+    divide as they are, and a table of 1 KiB for each state.
+
+    Of paged ones all bytes count: they are on the device until it is full.
+    """
+
+    def state(param: TrainedParameter) -> tuple[int, ...]:
+        if param.elements < SMALLEST_QUANTIZED:
+            return (4 * param.elements,) * count
+        return (param.elements,) * count + (4 * -(-param.elements // QUANTIZED_BLOCK),) * count
+
+    return _of_states(state)
+
+
+def _in_float32(count: int) -> Memory:
+    """`count` states in float32, for parameters of any dtype (``optim_bits=32`` of bitsandbytes)."""
+    return _of_states(lambda param: (4 * param.elements,) * count)
+
+
+def _one_state(copies: int) -> Memory:
+    """One state and a counter as AdamW's; a step makes one copy of a parameter, with ``foreach`` so many of each
+    (``rmsprop.py`` and ``adagrad.py`` of ``torch/optim``)."""
+
+    def memory(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+        on_cpu = device == "cpu"
+        loop, foreach = tuple((p.size,) for p in trained), tuple(copies * p.size for p in trained)
+        temporaries = StepTemporaries(alone=loop) if on_cpu else StepTemporaries(together=foreach)
+        return OptimizerMemory(tuple((p.size, *((_COUNTER,) if on_cpu else ())) for p in trained), (temporaries,))
+
+    return memory
+
+
+def _adafactor(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
+    """transformers' (``optimization.py``): in float32 a row and a column of each matrix, and a number. A step makes two
+    copies of one parameter, and where that is not float32 also one of it and one of its gradient."""
+
+    def state(p: TrainedParameter) -> tuple[int, ...]:
+        if len(p.shape) < 2:
+            return 4 * p.elements, _COUNTER
+        return 4 * p.elements // p.shape[-1], 4 * p.elements // p.shape[-2], _COUNTER
+
+    copies = tuple((4 * p.elements,) * (2 if p.itemsize == 4 else 4) for p in trained)
+    return OptimizerMemory(tuple(map(state, trained)), (StepTemporaries(alone=copies),))
 
 
 def _with_muon(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
@@ -214,12 +251,32 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
             forms=("adamw-loop", "adamw-foreach"),
             lighter="adamw-8bit",
         ),
-        OptimizerFacts("adamw-loop", _LOOP, host_passes=20.0, make=_torchs("AdamW", foreach=False)),
-        OptimizerFacts("adamw-foreach", _FOREACH, host_passes=20.0, make=_torchs("AdamW", foreach=True)),
-        OptimizerFacts("adamw-fused", _adamw(lambda trained: (), fused=True), make=_torchs("AdamW", fused=True)),
-        OptimizerFacts("adamw-8bit", _of_states(_quantized), passes=4.0),
+        OptimizerFacts(
+            "adamw-loop", _LOOP, host_passes=20.0, make=_torchs("AdamW", foreach=False), lighter="adamw-8bit"
+        ),
+        OptimizerFacts(
+            "adamw-foreach", _FOREACH, host_passes=20.0, make=_torchs("AdamW", foreach=True), lighter="adamw-8bit"
+        ),
+        OptimizerFacts(
+            "adamw-fused",
+            _adamw(lambda trained: (), fused=True),
+            make=_torchs("AdamW", fused=True),
+            lighter="adamw-8bit",
+        ),
+        OptimizerFacts("adamw-32bit", _in_float32(2), lighter="adamw-8bit"),
+        OptimizerFacts("adamw-8bit", _quantized(2), passes=4.0),
         # Both moments in two bytes (DeepSeek-V3, arXiv 2412.19437, section 3.3), stepped by a fused kernel.
         OptimizerFacts("adamw-bf16", _of_states(lambda p: (2 * p.elements, 2 * p.elements)), passes=5.0),
+        # Three moments (Pagliardini et al., arXiv 2409.03137), of which two are read and written as one.
+        OptimizerFacts("ademamix", _in_float32(3), passes=9.0, lighter="ademamix-8bit"),
+        OptimizerFacts("ademamix-8bit", _quantized(3), passes=4.5),
+        OptimizerFacts("lion", _in_float32(1), passes=5.0, lighter="lion-8bit"),
+        OptimizerFacts("lion-8bit", _quantized(1), passes=3.5),
+        OptimizerFacts("rmsprop", _one_state(1), passes=5.0, lighter="rmsprop-8bit"),
+        OptimizerFacts("rmsprop-32bit", _in_float32(1), passes=5.0, lighter="rmsprop-8bit"),
+        OptimizerFacts("rmsprop-8bit", _quantized(1), passes=3.5),
+        OptimizerFacts("adagrad", _one_state(2), passes=5.0),
+        OptimizerFacts("adafactor", _adafactor),
         OptimizerFacts("muon", _with_muon),
         OptimizerFacts("sgd", _of_states(lambda p: ()), passes=3.0, make=_torchs("SGD", momentum=0.0, foreach=False)),
         OptimizerFacts(
@@ -240,4 +297,20 @@ TRAINER_OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw-8bit",
     "adamw_8bit": "adamw-8bit",
     "adamw_torch_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "paged_adamw_32bit": "adamw-32bit",
+    "ademamix": "ademamix",
+    "paged_ademamix_32bit": "ademamix",
+    "ademamix_8bit": "ademamix-8bit",
+    "paged_ademamix_8bit": "ademamix-8bit",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "lion_8bit": "lion-8bit",
+    "paged_lion_8bit": "lion-8bit",
+    "rmsprop": "rmsprop",
+    "rmsprop_bnb": "rmsprop-32bit",
+    "rmsprop_bnb_32bit": "rmsprop-32bit",
+    "rmsprop_bnb_8bit": "rmsprop-8bit",
+    "adagrad": "adagrad",
+    "adafactor": "adafactor",
 }

@@ -150,8 +150,9 @@ class StepSpec:
     optimizer: str = flagged("adamw", "plan pretrain finetune", "training", choices=OPTIMIZERS, called="optimizer")
     """The optimizer, whose state and temporaries count. ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
     one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks
-    of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
-    ``sgd-momentum``."""
+    of 256), ``adamw-32bit`` (states in float32), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers;
+    AdamW for all else), ``sgd``, ``sgd-momentum``, ``rmsprop``, ``adagrad``, ``adafactor`` (of transformers), and of
+    bitsandbytes ``lion``, ``ademamix``, ``rmsprop-32bit``, and their ``-8bit``."""
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     """The loss of the model's output, where the loop computes it. It is called on tensors without values on the
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in

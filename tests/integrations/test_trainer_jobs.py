@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.integrations.trainer_batches import find_largest
-from nemo_like.integrations.trainer_job import job_of_trainer
+from nemo_like.integrations.trainer_job import job_of_trainer, optimizer_of
+from nemo_like.integrations.trainer_memory import ways_out
 from nemo_like.integrations.transformers import plan_trainer
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from tests.integrations.common import QUIET, tokenizer
 from tests.integrations.test_trainer_memory import LENGTHS, Limited, counted, made_trainer, transformers, wide
 from tests.models import decoders
@@ -150,3 +153,48 @@ def test_memory_that_runs_out_elsewhere_has_advice(tmp_path: Path, where: str) -
     first = "An evaluation" if where == "evaluation" else "A step"
     assert str(error.value).splitlines()[1].startswith(f"{first} of its largest batch takes ")
     assert str(error.value).count("largest batch") == 1
+
+
+NAMES = [each.value for each in transformers.training_args.OptimizerNames]
+# bitsandbytes' 8-bit kinds share tables of 1 KiB; torchao's is another form of the same.
+COUNTED = [name for name in TRAINER_OPTIMIZERS if name != "adamw_torch_8bit"]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_bytes_of_an_optimizer_are_those_that_it_makes(tmp_path: Path, name: str) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), optim=name, **QUIET)
+    kind, keywords = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
+    params = [torch.nn.Parameter(torch.randn(size)) for size in ((64, 100), (100, 64), (5000,), (80,))]
+    optimizer = kind(params, **keywords)
+    trained = [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in params]
+    memory = optimizer_memory(trained, TRAINER_OPTIMIZERS[name], device="cpu")
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        with LiveBytes() as counter:
+            optimizer.step()
+    for param, states in zip(params, memory.states):
+        made = [t for key, t in optimizer.state[param].items() if isinstance(t, torch.Tensor) and "qmap" not in key]
+        assert sorted(t.nbytes for t in made) == sorted(states) or sum(t.nbytes for t in made) == sum(states)
+    assert counter.peak == pytest.approx(memory.step, abs=1024)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*TRAINER_OPTIMIZERS}))
+def test_an_optimizer_of_unknown_bytes_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"optim='{name}'"):
+        optimizer_of(transformers.TrainingArguments(str(tmp_path), optim=name, **QUIET))
+
+
+def test_optimizer_arguments_that_make_more_states(tmp_path: Path) -> None:
+    def word(name: str, more: str) -> str:
+        return optimizer_of(transformers.TrainingArguments(str(tmp_path), optim=name, optim_args=more, **QUIET))
+
+    assert word("sgd", "momentum=0.9") == "sgd-momentum"
+    with pytest.raises(NotImplementedError, match=r"optim_args='momentum=0\.9'"):
+        word("rmsprop", "momentum=0.9")
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch"])
+def test_lighter_states_are_offered(tmp_path: Path, name: str) -> None:
+    trainer = made_trainer("trainer", tmp_path, LENGTHS, wide, optim=name)
+    assert any(line.startswith("Lower it by optim='adamw_bnb_8bit'") for line in ways_out(trainer, *trainer.planned_job()))

@@ -82,9 +82,9 @@ def test_arguments_that_a_person_wrote(tmp_path: Path) -> None:
         ({"max_length": 64}, dict(precision="bf16", seq_len=64), ()),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, dict(dtype="bf16", precision="bf16"), ()),
         (
-            {"optim": "paged_adamw_8bit", "use_liger_kernel": True, "torch_compile_mode": "max-autotune"},
+            {"optim": "galore_adamw", "use_liger_kernel": True, "torch_compile_mode": "max-autotune"},
             {"optimizer": None},
-            ("optim = paged_adamw_8bit", "use_liger_kernel = True", "torch_compile_mode = max-autotune"),
+            ("optim = galore_adamw", "use_liger_kernel = True", "torch_compile_mode = max-autotune"),
         ),
         ({"optim": "adamw_torch", "box": 1}, dict(optimizer="adamw"), ("box = 1",)),
     ],
