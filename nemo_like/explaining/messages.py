@@ -408,45 +408,33 @@ def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
         )
 
 
-def _sized_causes(message: OutOfMemory) -> Iterator[Cause]:
-    """Yield the causes that take bytes away from live tensors."""
+def _sized_causes(message: OutOfMemory) -> list[Cause]:
+    """Return the causes that take bytes away from live tensors."""
     backend, unused, outside = _BACKENDS[message.kind], message.unallocated_bytes or 0, message.outside_bytes or 0
-    named = [*_others(message)]
-    if outside > _OUTSIDE:
-        named += [
-            Cause(
-                "outside of the allocator",
-                outside,
-                f"This process has {write_bytes(outside)} outside torch's allocator: the context, collectives. "
-                f"{backend.groups}",
-            )
-        ]
-    # Fragments larger than another cause are named with it.
-    least = min([0.1 * (message.reserved_bytes or 0), *(cause.size for cause in named)])
-    if message.reserved_bytes and unused > max(_SEGMENT, least):
-        named += [
-            Cause(
-                "fragmentation",
-                unused,
-                f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. {backend.fragments}",
-            )
-        ]
-    yield from named
-    if (pools := message.private_pool_bytes or 0) > _LEAST:
-        yield Cause(
-            "private pools",
-            pools,
-            f"{message.kind} graphs keep {write_bytes(pools)} in private pools. Capture fewer, or let them share a pool.",
-        )
+    pools, metal = message.private_pool_bytes or 0, 0
     if message.form == "mps" and message.process_bytes and message.allocated_bytes is not None:
-        others = message.process_bytes - message.allocated_bytes
-        if others > _OUTSIDE:
-            yield Cause(
-                "outside of the allocator",
-                others,
-                f"{write_bytes(others)} are torch's free blocks, or Metal's. Call torch.mps.empty_cache(), or lift the "
-                "limit by PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0.",
-            )
+        metal = message.process_bytes - message.allocated_bytes
+    sized = (  # of each the least bytes that are named
+        (
+            *("outside of the allocator", _OUTSIDE, outside),
+            f"This process has {write_bytes(outside)} outside torch's allocator: the context, collectives. {backend.groups}",
+        ),
+        (
+            *("outside of the allocator", _OUTSIDE, metal),
+            f"{write_bytes(metal)} are torch's free blocks, or Metal's. Call torch.mps.empty_cache(), or lift the limit "
+            "by PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0.",
+        ),
+        (
+            *("private pools", _LEAST, pools),
+            f"{message.kind} graphs keep {write_bytes(pools)} in private pools. Capture fewer, or let them share a pool.",
+        ),
+    )
+    named = [*_others(message), *(Cause(kind, size, text) for kind, least, size, text in sized if size > least)]
+    # Fragments larger than another cause are named with it.
+    if unused > max(_SEGMENT, min([0.1 * (message.reserved_bytes or 0), *(cause.size for cause in named)])):
+        text = f"Fragmentation: torch reserved {write_bytes(unused)} that no tensor uses. {backend.fragments}"
+        named.append(Cause("fragmentation", unused, text))
+    return named
 
 
 def _others(message: OutOfMemory) -> Iterator[Cause]:
