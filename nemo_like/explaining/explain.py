@@ -18,7 +18,7 @@ from nemo_like.explaining.parts import MemoryKind, StepParts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline, timelines
 from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
 from nemo_like.explaining.stacks import Phase, operator_of, place_of
-from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
+from nemo_like.explaining.unexpected import Cure, Unexpected, cures_of, unexpected_at_peak
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,9 +97,8 @@ def explained_source(
 
 def _end_of(path: Path) -> str:
     with path.open("rb") as file:
-        encoding = (
-            "utf-16" if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8"
-        )  # PowerShell's > writes the former
+        # PowerShell's > writes UTF-16.
+        encoding = "utf-16" if file.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8"
         file.seek(max(0, path.stat().st_size - LONGEST))
         return file.read(LONGEST).decode(encoding, errors="replace")
 
@@ -132,9 +131,11 @@ def _with_outside(explanation: Explanation, used: int) -> Explanation:
 def explained_message(message: OutOfMemory, planned: PlannedJob | None = None) -> Explanation:
     """Return the explanation of an out-of-memory message, with the findings of a plan."""
     lines = words(message)
-    peak = message.allocated_bytes or 0
+    peak, comparison, cures = message.allocated_bytes or 0, None, tuple[Cure, ...]()
     if planned is not None:
         lines += [f"It may have been {reading.words}." for reading in planned.readings_of(message)]
+        comparison = planned.compare_message(message)
+        cures = () if comparison.refusal else tuple(planned.cures(comparison.peak_bytes))
     sizes = {
         "tensors": message.allocated_bytes,
         "reserved, not used": message.unallocated_bytes,
@@ -150,7 +151,8 @@ def explained_message(message: OutOfMemory, planned: PlannedJob | None = None) -
         parts={name: size for name, size in sizes.items() if size},
         unexpected=tuple(Unexpected(cause.kind, cause.size, peak, cause.words) for cause in causes(message)),
         out_of_memory=FailedRequest(message.device or 0, "", message.asked_bytes or 0, message.free_bytes or 0),
-        cures=() if planned is None else tuple(planned.cures(peak)),
+        cures=cures,
+        comparison=comparison,
         lines=tuple(lines),
         message=asdict(message),
     )

@@ -112,6 +112,11 @@ class Explanation:
 def _lines(explanation: Explanation) -> Iterable[str]:
     peak, comparison, failed = explanation.peak_bytes, explanation.comparison, explanation.out_of_memory
     yield from explanation.lines
+    if explanation.lines and comparison is not None:  # of a message: its bytes are of a moment before the peak
+        before = peak + (0 if failed is None else failed.asked_bytes)
+        peak = comparison.peak_bytes
+        to_come = "" if comparison.refusal or peak <= before else ", which was still to come"
+        yield f"Plan {byte_word(peak)}, in {comparison.where}{to_come}."
     if failed is not None and not explanation.lines:
         free = byte_word(failed.free_bytes)
         yield f"Out of memory: {byte_word(failed.asked_bytes)} requested, {free} free, in {failed.where}."

@@ -66,6 +66,7 @@ _WEIGHTS_MATCH = 0.95
 _AS_HIGH = 0.005  # Share below the planned peak within which moments are as high.
 # Widths of a number of a weight, in half bits: of a 4-bit weight's scales, 4, 8, 16 and 32 bits.
 _HALF_BITS = (1, 8, 16, 32, 64)
+_MESSAGE_ALIKE = 0.1  # Share by which a message's bytes may differ from the planned peak.
 _LAYERS_ALIKE = 0.02  # Share by which a layer may differ from its plan and not be named.
 
 
@@ -135,6 +136,23 @@ class PlannedJob:
         """Return `parts` with more names, and the peak with these `blocks` compared with the planned one."""
         parts, compared = compare(blocks, parts, PlannedStep(self.query, _choices(self.query)))
         return weights_by_model(blocks, parts, self.step.model), compared
+
+    def compare_message(self, message: OutOfMemory) -> PlanComparison:
+        """Return the planned peak next to the bytes of a message, which has those of a moment before the peak.
+
+        It is refused if the two are over a tenth apart, and the planned peak does not explain why memory ran out.
+        """
+        peak = peak_of(self.query, _choices(self.query))
+        needed = (message.allocated_bytes or peak.total) + (message.asked_bytes or 0)
+        could_have = needed if message.free_bytes is None else needed - (message.asked_bytes or 0) + message.free_bytes
+        could_have += message.unallocated_bytes or 0
+        apart = abs(peak.total - needed) > _MESSAGE_ALIKE * max(peak.total, needed)
+        refusal = (
+            f"No changes are listed: tensors and request of the message are {write_bytes(needed)}, over a tenth apart from "
+            f"the plan's {write_bytes(peak.total)}. Give the --model, --ac and options that ran, or a snapshot."
+        )
+        wrong = message.allocated_bytes is not None and apart and peak.total <= max(needed, could_have)
+        return PlanComparison(peak.total, peak.at, refusal=refusal if wrong else "")
 
     def cures(self, peak: int) -> list[Cure]:
         """Return the changes that lower the peak, the strongest first; each lowers `peak` by as much as the planned

@@ -154,10 +154,46 @@ def _message() -> str:
 
 
 def test_a_message_beside_a_plan_names_the_tensor_and_what_lowers_the_peak() -> None:
-    made = explain(_message(), model="llama3-8b", job=Job.of(world_size=8, ac="none", gpu="h100-80gb", precision="bf16"))
+    job = Job.of(world_size=8, ac="none", gpu="h100-80gb", precision="bf16")
+    made = explain(_message(), model="llama3-8b", job=job, sample_input=text_batch(1, 8192))
     assert made.out_of_memory is not None and made.out_of_memory.device == 2
     assert made.cures and made.cures[0].change == "ac='full'"
     assert str(made).startswith("GPU 2 had 6.87 of 79.19GiB free")
+
+
+LONG = (
+    "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.00 GiB is free. "
+    "Including non-PyTorch memory, this process has 78.19 GiB memory in use. Of the allocated memory {} GiB is allocated by "
+    "PyTorch, and {} GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("requested", "allocated", "unallocated", "borne_out"),
+    [
+        (4, 73, 1, True),  # 77 GiB, of 75.6 planned
+        (2, 60, 10, True),  # less than planned, and the process could not have had the planned bytes
+        (9, 40, 36, False),  # it could have
+        (40, 45, 25, False),  # 85 GiB, over a tenth more than planned
+    ],
+)
+def test_savings_are_listed_if_the_plan_bears_a_message_out(
+    requested: int, allocated: int, unallocated: int, borne_out: bool
+) -> None:
+    job = Job.of(world_size=8, ac="none", gpu="h100-80gb", precision="bf16")
+    made = explain(LONG.format(requested, allocated, unallocated), model=_llama(), job=job, sample_input=text_batch(1, 8192))
+    plan = made.comparison
+    assert plan is not None and plan.peak_bytes >> 20 == 77_403 and f"Plan {75.6} GiB, in backward of the head" in str(made)
+    assert bool(made.cures) is borne_out and bool(plan.refusal) is not borne_out
+    if borne_out:
+        assert all(cure.peak_after < plan.peak_bytes for cure in made.cures)
+    else:
+        assert f"{allocated + requested}.00GiB" in " ".join(str(made).split()) and "changes that lower" not in str(made)
+
+
+@cache
+def _llama() -> nn.Module:
+    return resolve_model("llama3-8b").built("meta")[0]
 
 
 def test_bytes_in_use_name_the_change_that_they_fit(program: Any) -> None:
