@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 
 from nemo_like._util.table import grouped, totals
 from nemo_like.explaining.snapshot import BEFORE, Block, MemoryTimeline
-from nemo_like.explaining.stacks import Phase, is_workspace, phase_of, signature, text_of
+from nemo_like.explaining.stacks import CUBLAS_WORKSPACE, Phase, in_workspace, phase_of, signature, text_of
 
 
 class MemoryKind(StrEnum):
@@ -85,13 +85,18 @@ def parts_of(timeline: MemoryTimeline) -> StepParts:
     """Return the part, layer and step of each block."""
     allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
     recorded = any(block.frames for block in allocations)
-    phases, marks = _read_stacks(allocations, recorded)
+    phases, marks, workspaces = _read_stacks(allocations, recorded)
     ends = _stretches(allocations, phases, len(timeline.trace))
     steps = _steps(phases)
     layer_of, layer_count = _layers(allocations, phases, steps, marks)
     named = {
-        block: Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
-        for number, (block, phase) in enumerate(zip(allocations, phases))
+        block: Named(
+            MemoryKind.WORKSPACE if _is_workspace(block, workspace) else _kind(block, phase, ends[number]),
+            phase,
+            steps[number],
+            layer_of.get(number),
+        )
+        for number, (block, phase, workspace) in enumerate(zip(allocations, phases, workspaces))
     }
     old = [block for block in timeline.blocks if block.born == BEFORE]
     named |= {block: _of_before(block, recorded) for block in old}
@@ -111,11 +116,23 @@ def _own_weights(named: dict[Block, Named], count: int) -> bool:
     return any(times >= count for size, times in of_each.items() if size > _ROUND)
 
 
-def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark]]:
-    """Return the phases and the marks of the stacks: a file has each frame once, and each of its stacks many times."""
+def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark], list[bool | None]]:
+    """Return the phases, the marks, and whether they are of workspaces, of the stacks.
+
+    A file has each frame once, and each of its stacks many times.
+    """
     keys = [(tuple(map(id, block.frames)), block.frames) for block in allocations]
-    stacks = {key: (phase_of(frames, recorded=recorded), signature(frames)) for key, frames in dict(keys).items()}
-    return [stacks[key][0] for key, _ in keys], [stacks[key][1] for key, _ in keys]
+    stacks = {
+        key: (phase_of(frames, recorded=recorded), signature(frames), in_workspace(frames))
+        for key, frames in dict(keys).items()
+    }
+    read = [stacks[key] for key, _ in keys]
+    return [phase for phase, *_ in read], [mark for _, mark, _ in read], [workspace for *_, workspace in read]
+
+
+def _is_workspace(block: Block, by_stack: bool | None) -> bool:
+    """Return whether a block is a workspace: by its stack, or by cuBLAS' size, which no tensor has (65 x 128 KiB)."""
+    return block.requested == CUBLAS_WORKSPACE if by_stack is None else by_stack
 
 
 def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
@@ -141,8 +158,6 @@ def _steps(phases: Iterable[Phase]) -> list[int]:
 def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
     """Return the part of a block that `phase`, which ends at event `end`, has made."""
     stays = block.outlives(end)
-    if is_workspace(block.frames, block.requested):
-        return MemoryKind.WORKSPACE
     if phase is Phase.OPTIMIZER:
         return MemoryKind.STATE if stays else MemoryKind.STEP
     if phase is Phase.BACKWARD:
@@ -228,7 +243,7 @@ def _of_before(block: Block, recorded: bool) -> Named:
     phase = phase_of(block.frames, recorded=recorded) if block.frames else Phase.UNKNOWN
     if _is_zeroed(block):
         return Named(MemoryKind.OLD_GRADIENTS, phase)
-    if is_workspace(block.frames, block.requested):
+    if _is_workspace(block, in_workspace(block.frames)):
         return Named(MemoryKind.WORKSPACE, phase)
     kinds = {
         Phase.OPTIMIZER: MemoryKind.STATE,

@@ -134,13 +134,10 @@ def phase_of(frames: Frames, *, recorded: bool) -> Phase:
     return Phase.LOSS if any(word in names for word in ("loss", "cross_entropy", "softmax")) else Phase.SCRIPT
 
 
-def is_workspace(frames: Frames, size: int) -> bool:
-    """Return whether a library made the block for its own use, and keeps it: cuBLAS' workspace, that of a convolution.
-
-    A stack of Python alone does not name the library; cuBLAS' workspace has a size that no tensor has (65 x 128 KiB).
-    """
+def in_workspace(frames: Frames) -> bool | None:
+    """Return whether a library allocated a workspace that it keeps; None: the stack is of Python only, and names none."""
     of_library = [text_of(frame, "name") for frame in frames if not _OF_PYTHON.search(text_of(frame, "filename"))]
-    return any("orkspace" in name for name in of_library) or (not of_library and size == CUBLAS_WORKSPACE)
+    return any("orkspace" in name for name in of_library) if of_library else None
 
 
 def class_at(filename: str, line: int) -> str:
