@@ -277,9 +277,10 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
     with_states = Counter({size: 3 * times for size, times in wanted.items()})
     kinds = dict.fromkeys(first_of_sizes(ordered, with_states), MemoryKind.STATE)
     kinds |= dict.fromkeys(first_of_sizes(ordered, wanted), MemoryKind.WEIGHTS)
-    copies = list(first_of_sizes((block for block in ordered if block not in kinds and block.died is None), wanted))
-    whole = Counter(map(rounded, copies)) == wanted
-    return kinds | dict.fromkeys(copies if whole else (), MemoryKind.MORE_WEIGHTS)
+    others = [block for block in ordered if block not in kinds and wanted[rounded(block)] and block.died is None]
+    # More of them are layers that do not train.
+    whole = Counter(map(rounded, others)) == wanted
+    return kinds | dict.fromkeys(others if whole else (), MemoryKind.MORE_WEIGHTS)
 
 
 def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Block]:
@@ -298,16 +299,26 @@ def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int
 
 
 def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
-    """Yield the weights beyond one for each gradient, where all weights that have gradients are there once more."""
+    """Yield the weights beyond those that train, if all of these are there once or twice more, as are all others.
+
+    Weights that train have gradients in a step, or two states: of two models that take turns, each has states. The least
+    blocks tell nothing: counters of steps are as small. Of layers that do not train there are as a rule other numbers.
+    """
     gradients = _sizes_in_a_step(named, MemoryKind.GRADIENTS)
+    states = Counter(rounded(block) for block, each in named.items() if each.kind is MemoryKind.STATE)
     weights = [block for block, each in named.items() if each.kind is MemoryKind.WEIGHTS and block.born > BEFORE]
-    there = Counter(map(rounded, weights))
-    if 10 * bytes_of(gradients) < sum(block.size for block in weights) or any(
-        there[size] < 2 * times for size, times in gradients.items()
-    ):
+    there = Counter(size for size in map(rounded, weights) if size > _ROUND)
+    trained = {size: max(times, states[size] // 2) for size, times in gradients.items() if size > _ROUND}
+
+    def has(copies: int) -> bool:
+        return all(
+            times == copies * trained[size] if size in trained else times % copies == 0 for size, times in there.items()
+        )
+
+    if not trained or not trained.keys() <= there.keys() or not (has(2) or has(3)):
         return
     weights.sort(key=lambda block: block.born)
-    first = set(first_of_sizes(weights, gradients))
+    first = set(first_of_sizes(weights, gradients | Counter(trained)))
     yield from (block for block in weights if gradients[rounded(block)] and block not in first)
 
 

@@ -92,10 +92,8 @@ class _Steps:
         """Return the event at which the backward of a step begins; the last one: it was not recorded."""
         return self.turns.get(step, self.end)
 
-    def freed_by(self, block: Block) -> Phase | None:
-        """Return the phase that freed a block: by its stack, else by the allocation before; None: it stays."""
-        if block.died is None:
-            return None
+    def freed_by(self, block: Block) -> Phase:
+        """Return the phase that freed a block: by its stack, else by the allocation before."""
         if block.freed:
             return phase_of(block.freed, recorded=True)
         number = bisect(self._order, block.died, key=lambda pair: pair[0])
@@ -202,20 +200,22 @@ def _gradients(
 
 
 def _outputs(parts: StepParts, steps: _Steps, of_steps: Mapping[Block, int]) -> list[Block]:
-    """Return the tensors of an earlier forward that the script still held: it freed them, or held those of several steps.
+    """Return the tensors of an earlier forward that the script still held: those of several steps, or up to the next one.
 
     A backward frees its own step's, as a pipeline's micro-batches take turns; a module replaces its state in forward; a
     table that the first step made stays, once.
     """
-    places = grouped((place_of(b.frames), b) for b in of_steps if parts.named[b].kind in _FORWARD)
+    outputs = (b for b in of_steps if parts.named[b].kind in _FORWARD and b.born < steps.turn(parts.named[b].step))
+    places = grouped((place_of(block.frames), block) for block in outputs)
     several = {place for place, blocks in places.items() if len({parts.named[block].step for block in blocks}) > 1}
-    freed = {block: steps.freed_by(block) for blocks in places.values() for block in blocks}
-    return [
-        block
-        for place, blocks in places.items()
-        for block in blocks
-        if (place in several if freed[block] is None else freed[block] not in {Phase.FORWARD, *BACK})
-    ]
+
+    def held(place: str, block: Block) -> bool:
+        if block.died is not None and steps.freed_by(block) in {Phase.FORWARD, *BACK}:
+            return False
+        up_to_next = steps.begins.get(parts.named[block].step + 2, steps.end)
+        return place in several or (block.died is not None and block.died <= up_to_next)
+
+    return [block for place, blocks in places.items() for block in blocks if held(place, block)]
 
 
 def _saves(block: Block) -> bool:

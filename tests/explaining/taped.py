@@ -15,7 +15,7 @@ from tests.explaining.made import Recording, frame
 _ENGINE = "torch/autograd/graph.py"
 _OURS = (
     *("nemo_like/_util/", "nemo_like/fake/", "nemo_like/planning/", "nemo_like/fake_rank", "explaining/taped.py"),
-    *("torch/utils/_python_dispatch", "torch/_ops.py", "torch/_dynamo/", "torch/_compile.py"),
+    *("torch/utils/_python_dispatch", "torch/_ops.py", "torch/_dynamo/", "torch/_compile.py", "/weakref.py"),
 )
 """Files whose frames are of the counting, not of the step."""
 _THREAD = [frame("torch::autograd::Engine::thread_main()", "??", 0)]
