@@ -15,8 +15,7 @@ from nemo_like.commands import print_report, step_options
 from nemo_like.commands.step_options import asked_job, check_step_options, traced_step
 from nemo_like.explaining.explain import LONGEST, explained_message, explained_source
 from nemo_like.explaining.messages import read_message
-from nemo_like.explaining.snapshot import write_stripped
-from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
+from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot, write_stripped
 from nemo_like.options import parse_bytes
 
 if TYPE_CHECKING:  # a file alone needs no torch

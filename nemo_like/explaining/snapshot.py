@@ -1,4 +1,4 @@
-"""Read a memory snapshot of PyTorch without running anything that is in it, and put its events in order.
+"""The events of a memory snapshot of PyTorch, in order.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of plain values: segments of the caching allocator with their blocks as
 they are at the end, and for each device the last events before. From both follow the blocks alive at each event.
@@ -7,18 +7,15 @@ they are at the end, and for each device the last events before. From both follo
 from __future__ import annotations
 
 import operator
-import pickle
-import re
 from array import array
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
-from nemo_like.explaining.stacks import Frames, in_package, line_of, text_of
+from nemo_like.explaining.stacks import Frames
 
 BEFORE = -1  # The number of the event that made a block from before the recording.
 _FREED, _ASKED = "free_completed", "free_requested"
@@ -230,13 +227,13 @@ def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:
                     at,
                     block["size"],
                     segment.get("stream", 0),
-                    _frames_of(block),
+                    frames_of(block),
                     requested=block.get("requested_size", block["size"]),
                 )
             address = at + block["size"]
 
 
-def _frames_of(block: Mapping[str, Any]) -> Frames:
+def frames_of(block: Mapping[str, Any]) -> Frames:
     """Return the stack of a block; torch 2.0 has it in a ``history``."""
     history = block.get("history") or [{}]
     holder = block if "frames" in block or not isinstance(history, list) else history[0]
@@ -250,61 +247,3 @@ def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
     crossed = sum(end > start for (_, end), (start, _) in pairwise(ends))
     crossed += sum(sum(block["size"] for block in each["blocks"]) > each["total_size"] for each in segments)
     return [f"{crossed} segments overlap or are overfull: the file is damaged."] if crossed else []
-
-
-# A snapshot without names that tell whose it is: for sending it to others.
-
-# Numbers that are kept, of segments, blocks and events; all others of a snapshot are left out.
-_NUMBERS = (
-    *("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable"),
-    *("size", "requested_size", "addr", "device_free"),
-)
-_WORDS = {"segment_type", "state", "action"}
-_OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
-
-
-def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
-    """Write a snapshot without paths, names of files outside of packages, and text that users put in.
-
-    Kept are sizes, addresses, streams and order; names of functions and lines; files from the folder of packages on. Other
-    files are ``script1.py``, ``script2.py``, in the order in which they occur.
-
-    Args:
-        snapshot: the result of `nemo_like.explaining.snapshot_file.read_snapshot`.
-        path: the file that is written: a pickle of plain values.
-    """
-    names: dict[str, str] = {}
-    stacks: dict[int, list[dict[str, Any]]] = {}
-
-    def stack_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        frames = _frames_of(part)
-        if id(frames) not in stacks:
-            stacks[id(frames)] = [_frame(frame, names) for frame in frames]
-        return stacks[id(frames)]
-
-    segments = [
-        _kept(segment) | {"blocks": [_kept(block) | {"frames": stack_of(block)} for block in segment["blocks"]]}
-        for segment in snapshot["segments"]
-    ]
-    traces = [[_kept(event) | {"frames": stack_of(event)} for event in trace] for trace in snapshot["device_traces"]]
-    with open(path, "wb") as file:
-        pickle.dump({"segments": segments, "device_traces": traces}, file, protocol=4)
-
-
-def _kept(part: Mapping[str, Any]) -> dict[str, Any]:
-    words = {name: part[name] for name in _WORDS if isinstance(part.get(name), str) and part[name].isidentifier()}
-    return words | {name: part[name] for name in _NUMBERS if isinstance(part.get(name), int)}
-
-
-def _frame(frame: Any, names: dict[str, str]) -> dict[str, Any]:
-    filename = text_of(frame, "filename")
-    inside, of_python = in_package(filename), _OF_PYTHON.match(filename.replace("\\", "/"))
-    if inside != filename.replace("\\", "/"):
-        kept = f"site-packages/{inside}"
-    elif of_python is not None:
-        kept = of_python[1]
-    elif filename.endswith((".py", ".pyx")) or filename.startswith("<"):
-        kept = names.setdefault(filename, f"script{len(names) + 1}.py")
-    else:
-        kept = "??"
-    return {"name": text_of(frame, "name"), "filename": kept, "line": line_of(frame)}

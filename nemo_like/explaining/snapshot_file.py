@@ -1,4 +1,4 @@
-"""Read the file of a memory snapshot without running anything that is in it, within bounds of memory."""
+"""Read and write the file of a memory snapshot: nothing that is in it runs, and its bytes are bounded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from types import NoneType
 from typing import Any
 
 from nemo_like._util.words import a_or_an
+from nemo_like.explaining.snapshot import frames_of
+from nemo_like.explaining.stacks import in_package, line_of, text_of
 
 # Bytes that are read at most, of a plain file and out of a gzipped one: a snapshot of 1,000,000 events has some 0.3 GB.
 _LARGEST, _LARGEST_UNPACKED = 4 << 30, 1 << 30
@@ -204,3 +206,61 @@ def _clean(stacks: Iterable[list[Any]]) -> None:
                 text = frame.get(key)
                 if type(text) is str and (not text.isprintable() or too_long.search(text)):
                     frame[key] = printable(text[:250])
+
+
+# A snapshot without names that tell whose it is: for sending it to others.
+
+# Numbers that are kept, of segments, blocks and events; all others of a snapshot are left out.
+_NUMBERS = (
+    *("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable"),
+    *("size", "requested_size", "addr", "device_free"),
+)
+_WORDS = {"segment_type", "state", "action"}
+_OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
+
+
+def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
+    """Write a snapshot without paths, names of files outside of packages, and text that users put in.
+
+    Kept are sizes, addresses, streams and order; names of functions and lines; files from the folder of packages on. Other
+    files are ``script1.py``, ``script2.py``, in the order in which they occur.
+
+    Args:
+        snapshot: the result of `nemo_like.explaining.snapshot_file.read_snapshot`.
+        path: the file that is written: a pickle of plain values.
+    """
+    names: dict[str, str] = {}
+    stacks: dict[int, list[dict[str, Any]]] = {}
+
+    def stack_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+        frames = frames_of(part)
+        if id(frames) not in stacks:
+            stacks[id(frames)] = [_frame(frame, names) for frame in frames]
+        return stacks[id(frames)]
+
+    segments = [
+        _kept(segment) | {"blocks": [_kept(block) | {"frames": stack_of(block)} for block in segment["blocks"]]}
+        for segment in snapshot["segments"]
+    ]
+    traces = [[_kept(event) | {"frames": stack_of(event)} for event in trace] for trace in snapshot["device_traces"]]
+    with open(path, "wb") as file:
+        pickle.dump({"segments": segments, "device_traces": traces}, file, protocol=4)
+
+
+def _kept(part: Mapping[str, Any]) -> dict[str, Any]:
+    words = {name: part[name] for name in _WORDS if isinstance(part.get(name), str) and part[name].isidentifier()}
+    return words | {name: part[name] for name in _NUMBERS if isinstance(part.get(name), int)}
+
+
+def _frame(frame: Any, names: dict[str, str]) -> dict[str, Any]:
+    filename = text_of(frame, "filename")
+    inside, of_python = in_package(filename), _OF_PYTHON.match(filename.replace("\\", "/"))
+    if inside != filename.replace("\\", "/"):
+        kept = f"site-packages/{inside}"
+    elif of_python is not None:
+        kept = of_python[1]
+    elif filename.endswith((".py", ".pyx")) or filename.startswith("<"):
+        kept = names.setdefault(filename, f"script{len(names) + 1}.py")
+    else:
+        kept = "??"
+    return {"name": text_of(frame, "name"), "filename": kept, "line": line_of(frame)}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nemo_like.explaining.explain import explain
-from nemo_like.explaining.snapshot import timelines, write_stripped
-from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot
+from nemo_like.explaining.snapshot import timelines
+from nemo_like.explaining.snapshot_file import SnapshotError, read_snapshot, write_stripped
 from tests.checks import Calls
 from tests.explaining.made import Recording, real
 

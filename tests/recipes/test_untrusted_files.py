@@ -185,4 +185,4 @@ def test_no_file_of_a_user_is_read_in_a_way_that_runs_code():
     reads = {path: unsafe_reads(path.read_text(encoding="utf-8")) for path in Path(nemo_like.__file__).parent.rglob("*.py")}
     found = {path.name: [call.split(": ")[1] for call in calls] for path, calls in reads.items() if calls}
     # The second refuses every name (tests/explaining/test_snapshot.py).
-    assert found == {name: ["import pickle"] for name in (CHECKED, "snapshot.py")}
+    assert found == {name: ["import pickle"] for name in (CHECKED, "snapshot_file.py")}
