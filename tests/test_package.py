@@ -3,6 +3,8 @@
 import ast
 import collections
 import importlib
+import importlib.metadata
+import itertools
 import json
 import re
 import subprocess
@@ -232,3 +234,29 @@ def test_the_written_signatures_of_parallelize_return_models_or_pipelines() -> N
     assert ["pp" in each for each in written] == [False, False, True]
     assert {each["keywords"] for each in written} == {"Unpack[JobKeywords]"}
     assert returned == ["Model", "Model | DistributedDataParallel", "Pipeline"]
+
+
+def _requirements() -> list[str]:
+    """Return the requirements of pyproject.toml, those of extras included."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = itertools.chain.from_iterable(project["optional-dependencies"].values())
+    return [each for each in (*project["dependencies"], *extras) if not each.startswith("nemo_like[")]
+
+
+def test_the_page_of_dependencies_has_every_requirement_with_its_bounds():
+    page = (ROOT.parent / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.partition("## ")[0].splitlines() if line.startswith("| ")][1:]
+    listed = [name.strip() for cell in cells for name in re.split("[,;] ", re.sub(r"\(.*?\)", "", cell))]
+    assert {*listed} == {*_requirements()}
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "trl"])
+def test_the_installed_release_is_one_that_is_supported(name):
+    requirements = pytest.importorskip("packaging.requirements")
+    asked = next(each for each in map(requirements.Requirement, _requirements()) if each.name == name)
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed")
+    assert asked.specifier.contains(installed, prereleases=True)
+    assert {"<"} < {bound.operator for bound in asked.specifier}  # the next major release is tested before it is taken
