@@ -577,5 +577,5 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
         process_group=mesh.get_group() if mesh.ndim == 1 else None,
         find_unused_parameters=options.find_unused_parameters or listed,
         bucket_cap_mb=options.bucket_cap_mb,  # None: torch's default
-        gradient_as_bucket_view=True,  # or every gradient would be in memory twice
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
     )

@@ -9,15 +9,15 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, int64, ones, zeros
 
 TESTED = ("5.23.0", "5.24.0")  # The releases that were tested.
 
@@ -254,13 +254,50 @@ def layers_dropped_in_vain(model: Any) -> float | None:
     return None
 
 
-# A Trainer's method that its step prepares a batch with; TRL's attribute for generated ones.
-_PREPARE, _BUFFERED = "_prepare_inputs", "_buffered_inputs"
+# A Trainer's method that its step prepares a batch with, and that which moves one to its device; TRL's attribute for
+# generated ones, and its method that makes token ids of prompts.
+_PREPARE, _MOVE, _BUFFERED, _TOKENIZE = "_prepare_inputs", "_prepare_input", "_buffered_inputs", "_tokenize_prompts"
 
 
 def prepared_inputs(trainer: Any, batch: Any) -> Any:
-    """Return a batch as the step of a `transformers.Trainer` uses it, on its device."""
-    return getattr(trainer, _PREPARE)(batch)
+    """Return a batch as the step of a `transformers.Trainer` uses it, on its device; nothing is generated."""
+    return getattr(trainer, _MOVE if generates_batches(trainer) else _PREPARE)(batch)
+
+
+@contextmanager
+def without_generating(trainer: Any) -> Iterator[None]:
+    """Have steps take the batches that they are given, also where the trainer would generate others from them."""
+    if not generates_batches(trainer):
+        yield
+        return
+    vars(trainer)[_PREPARE] = getattr(trainer, _MOVE)
+    try:
+        yield
+    finally:
+        del vars(trainer)[_PREPARE]
+
+
+def generated_batch(trainer: Any, rows: int, prompts: list[Any]) -> dict[str, Tensor]:
+    """Return a batch as TRL's GRPOTrainer generates it: the longest of `prompts`, with completions of the greatest length.
+
+    Raises:
+        ValueError: completions have no greatest length, or the trainer is of another kind.
+    """
+    length = getattr(trainer.args, "max_completion_length", None)
+    if length is None or not hasattr(trainer, _TOKENIZE):
+        raise ValueError(
+            f"{type(trainer).__name__} generates its batches, and has no max_completion_length, so no largest one is known. "
+            "Set it, or pass ac_sample_input= to the trainer."
+        )
+    width = max(map(len, getattr(trainer, _TOKENIZE)(prompts)[0]))
+    sizes = {"prompt": width, "completion": length}
+    whole = {
+        f"{name}_{kind}": ones((rows, size), dtype=int64) for name, size in sizes.items() for kind in ("ids", "mask")
+    }
+    # Read only where the trainer's settings make them.
+    given = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+    scores = {name: zeros(rows, length) for name in given}
+    return whole | scores | {"advantages": zeros(rows), "num_items_in_batch": ones(()) * rows * length}
 
 
 def kept_by_evaluation(model: Any, output: Any) -> Any:

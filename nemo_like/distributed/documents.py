@@ -45,6 +45,7 @@ from nemo_like.transformers_compat import (
 )
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
+LEFT_ALONE = "nemo_like_documents_left_alone"
 # True while the documents of the call that runs are known: transformers would read the device to find them again.
 _are_known = contextvars.ContextVar("nemo_like_documents_known", default=False)
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -53,9 +54,10 @@ _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seql
 def keep_documents_apart(model: nn.Module) -> nn.Module:
     """Have a transformers `model` train packed rows as its documents one by one, in place; returns it.
 
-    Call it before any other hook is put on the model. Other models, and calls without packed rows, are as they were.
+    Call it before any other hook is put on the model. Other models, and calls without packed rows, are as they were. So is
+    one that is marked with `LEFT_ALONE`: it is planned for a trainer that trains packed rows in transformers' own way.
     """
-    calls = packed_calls(model)
+    calls = None if getattr(model, LEFT_ALONE, False) else packed_calls(model)
     if calls is not None:
         model.register_forward_pre_hook(calls, with_kwargs=True)
         model.register_forward_hook(calls.after, always_call=True)

@@ -12,6 +12,7 @@ import torch
 from nemo_like._util.log import say_once
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like.torch_compat import tree_leaves
+from nemo_like.transformers_compat import generated_batch, generates_batches
 
 _MOST_ROWS = 2000  # Rows of a data set without columns that are made, to measure them.
 _MOST_PAIRED = 6  # Columns of which the sums of each two are compared, too: 15 pairs.
@@ -61,15 +62,20 @@ def find_largest(trainer: Any, rows: int | None = None) -> LargestBatch:
         rows: rows of the batch; default: the trainer's.
 
     Raises:
-        ValueError: the training set is a stream, of which a batch would be lost.
+        ValueError: the training set is a stream, of which a batch would be lost; as `generated_batch`.
     """
     if is_stream(trainer.train_dataset):
         raise ValueError(
             "The largest batch is made of the training set, and that is a stream: taking a batch would lose it. Pass "
             "ac_sample_input= to the trainer."
         )
+    rows = rows or trainer.args.train_batch_size
+    if generates_batches(trainer):
+        prompts = sorted((row["prompt"] for row in trainer.train_dataset), key=lambda prompt: -len(str(prompt)))
+        batch = generated_batch(trainer, rows, prompts[:_MOST_ROWS])
+        return LargestBatch(batch, ", with the longest prompt and completions; generating is not in it")
     with random_numbers_put_back():
-        return _largest_of(trainer.get_train_dataloader(), rows or trainer.args.train_batch_size)
+        return _largest_of(trainer.get_train_dataloader(), rows)
 
 
 def largest_batch(trainer: Any, rows: int | None = None) -> Any:
@@ -82,7 +88,7 @@ def largest_batch(trainer: Any, rows: int | None = None) -> Any:
 
 def find_largest_evaluated(trainer: Any, rows: int | None = None) -> LargestBatch | None:
     """Return the largest batch of a trainer's evaluation, as `find_largest`; None: it has no data for it, or a stream."""
-    data = trainer.eval_dataset
+    data = None if generates_batches(trainer) else trainer.eval_dataset
     sets = list(data.values()) if type(data) is dict else [] if data is None else [data]
     if not sets or any(map(is_stream, sets)):
         return None

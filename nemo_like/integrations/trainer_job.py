@@ -6,18 +6,21 @@ from typing import Any
 from torch import nn
 
 from nemo_like._util.log import say_once
+from nemo_like._util.module_tree import base_model
 from nemo_like._util.rng import random_numbers_put_back
 from nemo_like._util.words import parse_dtype, write_bytes
+from nemo_like.distributed.documents import LEFT_ALONE
 from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import copy_to_keep
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
-from nemo_like.integrations.trainer_batches import largest_batch as largest_batch  # for recipes
+from nemo_like.integrations.trainer_batches import largest_batch
 from nemo_like.job import Job
-from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Precision, Single, StepSpec
+from nemo_like.layers import find_layers
+from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Single, StepSpec
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import Device
 from nemo_like.precision import Autocast
-from nemo_like.transformers_compat import prepared_inputs
+from nemo_like.transformers_compat import NO_SPLIT, prepared_inputs
 
 # Fields of training arguments by which transformers checkpoints every layer itself, in the order in which it reads them.
 _CHECKPOINTS = ("activation_checkpointing", "gradient_checkpointing")
@@ -49,12 +52,11 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         keeps_output=False,  # compute_loss returns the loss only
         optimizer=optimizer_of(args),
     )
-    dtype = told.precision
     return Job.of(
-        strategy=_strategy(told, ranks, ContextParallel.of(asked.get("cp") or 1).size),
+        strategy=_strategy(told, trainer, ContextParallel.of(asked.get("cp") or 1).size),
         world_size=ranks,
         step=step,
-        precision=Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype) if told.shards else dtype,
+        precision=told.policy if told.shards else told.precision,
         **asked,
     )
 
@@ -98,7 +100,17 @@ def optimizer_of(args: Any) -> str:
     return TRAINER_OPTIMIZERS[name]
 
 
-def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
+def _strategy(told: AccelerateSettings, trainer: Any, cp: int) -> Any:
+    if told.not_planned:
+        raise NotImplementedError(f"accelerate's config has {told.not_planned}, of which no plan is made. Remove it.")
+    declared = getattr(base_model(trainer.model), NO_SPLIT, None) or ()
+    if told.units is not None and {*told.units} != {*declared}:
+        layers = {type(layer.inner).__name__ for layer in find_layers(trainer.model)}
+        if {*told.units} != layers:
+            raise NotImplementedError(
+                f"fsdp_transformer_layer_cls_to_wrap is {', '.join(told.units)}, and a plan has units of the layers, "
+                f"{', '.join(layers)}. Remove it."
+            )
     if told.other_sharding:
         raise NotImplementedError(f"{told.other_sharding} shards this job, and a plan knows FSDP2 alone.")
     if told.shards:
@@ -108,24 +120,32 @@ def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
             f"cp={cp} without FSDP2 leaves whole weights on each GPU, of which no plan is made. Shard by accelerate's FSDP2 "
             "(fsdp_version: 2), or use a mode such as ac='selective'."
         )
-    return Single() if ranks == 1 else DDP()
+    if world_size() == 1:
+        return Single()
+    handler = trainer.accelerator.ddp_handler
+    if handler is None:
+        return DDP(gradient_as_bucket_view=False)  # torch's defaults
+    views = handler.gradient_as_bucket_view
+    return DDP(handler.find_unused_parameters, handler.bucket_cap_mb, gradient_as_bucket_view=views)
 
 
-def copy_for_plans(model: nn.Module) -> nn.Module | None:
+def copy_for_plans(model: nn.Module, shares_sequences: bool) -> nn.Module | None:
     """Return `planned_model`; None, which is logged: the model has something that cannot be copied."""
     try:
-        return planned_model(model)
+        return planned_model(model, shares_sequences)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
         say_once(f"{type(model).__name__} cannot be copied ({error}): no plan is made of this job.")
         return None
 
 
-def planned_model(model: nn.Module) -> nn.Module:
+def planned_model(model: nn.Module, shares_sequences: bool = False) -> nn.Module:
     """Return a copy of a trainer's model on the meta device, called and cast as accelerate will do it.
 
-    Take it before anything checkpoints or shards the model.
+    Take it before anything checkpoints or shards the model. `shares_sequences`: ranks split them, and so keep documents
+    apart themselves.
     """
     copied, told = copy_to_keep(model), accelerate_settings()
+    setattr(copied, LEFT_ALONE, not shares_sequences)
     if not told.shards:
         return copied
     if told.precision is not None:
@@ -136,29 +156,45 @@ def planned_model(model: nn.Module) -> nn.Module:
     return copied
 
 
-def reference_bytes(trainer: Any) -> int:
-    """Return the bytes of a reference model that a trainer keeps on this rank (TRL's DPO), which no plan has."""
+def others_bytes(trainer: Any, device: Device) -> dict[str, int]:
+    """Return, by name, the bytes that a trainer keeps on this rank's device and no plan has.
+
+    These are a reference model (DPO, GRPO), and the share of a vLLM in its process that does not sleep in training.
+    """
+    args, others = trainer.args, dict[str, int]()
     reference = getattr(trainer, "ref_model", None)
-    if not isinstance(reference, nn.Module):
-        return 0
-    return sum(p.nbytes for p in reference.parameters()) // (world_size() if accelerate_settings().shards else 1)
+    if isinstance(reference, nn.Module):
+        size = sum(p.nbytes for p in reference.parameters())
+        others["the reference model"] = size // (world_size() if accelerate_settings().shards else 1)
+    if getattr(args, "use_vllm", False) and args.vllm_mode == "colocate" and not args.vllm_enable_sleep_mode:
+        others["vLLM"] = int(args.vllm_gpu_memory_utilization * device.memory_bytes)
+    return others
 
 
-def without_reference(trainer: Any, budget: MemoryBudget, device: Device) -> MemoryBudget:
+def without_others(trainer: Any, budget: MemoryBudget, device: Device) -> MemoryBudget:
     """Return the part of a budget that is left to the model that trains.
 
     Raises:
-        ValueError: the reference model takes all of it.
+        ValueError: `others_bytes` are all of it.
     """
-    taken = reference_bytes(trainer)
-    if not taken or budget.fraction is not None:
+    others = others_bytes(trainer, device)
+    if not others or budget.fraction is not None:
         return budget
     size = budget.peak_bytes or int(device.memory_bytes * (budget.device_share or 0.0))
-    if size <= taken:
-        raise ValueError(
-            f"ac={str(budget)!r}: the reference model alone takes {write_bytes(taken)}. Give a larger budget."
-        )
-    return MemoryBudget(peak_bytes=size - taken)
+    if size <= sum(others.values()):
+        raise ValueError(f"ac={str(budget)!r}: {others_words(others)}, and nothing is left. Give a larger budget.")
+    return MemoryBudget(peak_bytes=size - sum(others.values()))
+
+
+def others_words(others: Mapping[str, int]) -> str:
+    """Return `others_bytes` in words."""
+    return " and ".join(f"{name} alone takes {write_bytes(size)}" for name, size in others.items())
+
+
+def sample_of(trainer: Any) -> Any:
+    """Return the input that a trainer's plans are of: ``ac_sample_input``, or the call for its largest batch."""
+    given = getattr(trainer, "ac_sample_input", None)
+    return call_of_model(trainer, largest_batch(trainer)) if given is None else given
 
 
 class _ModelCalledError(Exception):

@@ -18,13 +18,15 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.trainer_batches import find_largest, find_largest_evaluated, largest_batch
 from nemo_like.integrations.trainer_evaluation import base_bytes, evaluation_of, waiting_batches
-from nemo_like.integrations.trainer_job import call_of_model, reference_bytes
+from nemo_like.integrations.trainer_job import call_of_model, others_bytes, others_words, sample_of
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import flag_changes, lowering, saving, where_memory_runs_out
+from nemo_like.planning.devices import device_of
 from nemo_like.planning.planner import lower_peaks, peak_under, query_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import local_part, recorded_snapshot, tree_leaves
+from nemo_like.transformers_compat import without_generating
 
 _MOST_CHANGES = 3
 
@@ -42,7 +44,11 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         model: as accelerate prepared it.
         step: the trainer's step on a batch.
     """
-    largest = find_largest(trainer)
+    try:
+        largest = find_largest(trainer)
+    except ValueError as error:  # a stream, for example, which takes no part in the training itself
+        say_once(f"No largest batch is tried before the first step. {error}")
+        return
     batch = largest.batch
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     # Numbers, and metrics, which are numbers and text in containers, under a name with an underscore; a data set of plain
@@ -53,7 +59,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         if type(value) in (int, float) or (name.startswith("_") and all(map(_counts, tree_leaves(value))))
     }
     state = _state_to_come(trainer.optimizer, trainer.args)
-    with random_numbers_put_back(trainer.args.device):
+    with random_numbers_put_back(trainer.args.device), without_generating(trainer):
         if trainer.args.gradient_accumulation_steps > 1:
             with trainer.accelerator.no_sync(model=model):
                 step(copy.copy(batch))
@@ -132,7 +138,7 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
         model: its model on the meta device, as before it was checkpointed and sharded.
         job: the job that it runs.
     """
-    query = query_of(model, call_of_model(trainer, largest_batch(trainer)), job)
+    query = query_of(model, sample_of(trainer), job)
     peak = peak_under(query)
 
     def tried() -> Iterator[tuple[str, PlanQuery | None]]:
@@ -140,16 +146,16 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
             if words := " ".join(map(_argument, values, values.values())):
                 yield words, query.changed(changed)
         rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
-        if rows > 1 and trainer.args.n_gpu <= 1:
+        if rows > 1 and trainer.args.n_gpu <= 1 and getattr(trainer, "ac_sample_input", None) is None:
             half = call_of_model(trainer, largest_batch(trainer, rows=rows // 2))
             fewer = job.change(step=replace(job.step, microbatches=2 * passes, sync="last"))
             words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
             yield words, query_of(model, half, fewer)
 
-    taken = reference_bytes(trainer)
-    reference = f", and its reference model {write_bytes(taken)}" if taken else ""
+    others = others_words(others_bytes(trainer, device_of(job)))
     lines = [
-        f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}{reference}."
+        f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}"
+        f"{others and f'; {others}'}."
     ]
     lines += [f"Lower it by {saving(*each)}" for each in lower_peaks(peak.total, tried())][:_MOST_CHANGES] or [
         "Shorten the rows, or use more GPUs."
@@ -164,7 +170,7 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
 
 def ways_out_of_evaluation(trainer: Any, model: nn.Module, job: Job) -> list[str]:
     """Return the bytes that an evaluation needs by its plan, and the changes that lower them; arguments as `ways_out`."""
-    query = query_of(model, call_of_model(trainer, largest_batch(trainer)), job)
+    query = query_of(model, sample_of(trainer), job)
     evaluation = evaluation_of(trainer, model, lambda: query)
     if evaluation is None:
         return ["No plan is made of this evaluation. Set a smaller per_device_eval_batch_size."]

@@ -6,15 +6,15 @@ from typing import Any
 
 from nemo_like._util.log import say_once
 from nemo_like._util.words import write_bytes
-from nemo_like.integrations.trainer_batches import largest_batch
 from nemo_like.integrations.trainer_evaluation import evaluation_of
 from nemo_like.integrations.trainer_job import (
     ac_word,
-    call_of_model,
     job_of_trainer,
+    others_bytes,
+    others_words,
     own_checkpointing,
     planned_model,
-    reference_bytes,
+    sample_of,
 )
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.model.traced import MODES
@@ -42,11 +42,10 @@ def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool
     """
     planned = getattr(trainer, "planned_job", None)
     model, job = (planned_model(trainer.model), job_of_trainer(trainer)) if planned is None else planned()
-    sample = call_of_model(trainer, largest_batch(trainer))
-    if taken := reference_bytes(trainer):
-        device = device_of(job)
-        memory = (default_limit(job, device) if memory is None else step_limit(device, memory)) - taken
-        say_once(f"The reference model's {write_bytes(taken)} are not in the plan: its limit is lower by them.")
+    sample, device = sample_of(trainer), device_of(job)
+    if others := others_bytes(trainer, device):
+        memory = (default_limit(job, device) if memory is None else step_limit(device, memory)) - sum(others.values())
+        say_once(f"The plan's limit is lower by the bytes of others: {others_words(others)}.")
     set_up = ac_word(job.ac)
     evaluation = evaluation_of(trainer, model, lambda: query_of(model, sample, job))
     rows = [] if set_up in ("", *MODES) else [*SHARES, set_up]

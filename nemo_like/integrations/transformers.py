@@ -31,14 +31,13 @@ from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
-from nemo_like.integrations.trainer_batches import is_stream, largest_batch
 from nemo_like.integrations.trainer_job import (
     ac_word,
-    call_of_model,
     copy_for_plans,
     job_of_trainer,
     own_checkpointing,
-    without_reference,
+    sample_of,
+    without_others,
 )
 from nemo_like.integrations.trainer_memory import (
     advice_where_memory_runs_out,
@@ -54,7 +53,6 @@ from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, Me
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.planning.devices import device_of
 from nemo_like.planning.planner import plan_for
-from nemo_like.transformers_compat import generates_batches
 
 __all__ = ["CheckpointingArguments", "CheckpointingCallback", "CheckpointingMixin", "plan_trainer"]
 
@@ -211,7 +209,7 @@ class CheckpointingMixin:
         if loss is not None and _takes_loss(type(self)):
             kwargs["loss"], loss = loss, None
         self._keywords = (ac, ac_scope, loss)
-        self._sample, self._cp_keyword = ac_sample_input, cp
+        self.ac_sample_input, self._cp_keyword = ac_sample_input, cp
         self._ac_ready = self._memory_checked = False
         self._bare: nn.Module | None = None
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -264,16 +262,7 @@ class CheckpointingMixin:
 
     def _checks_memory(self) -> bool:
         wanted = getattr(self.args, "check_memory", None)
-        cannot = (
-            "its training set is a stream"
-            if is_stream(self.train_dataset)
-            else "it makes its batches by generating"
-            if generates_batches(self)
-            else ""
-        )
-        if wanted and cannot:
-            say_once(f"check_memory=True, but {type(self).__name__} has no largest batch to try: {cannot}.")
-        return not cannot and (self.args.device.type != "cpu" if wanted is None else bool(wanted))
+        return self.args.device.type != "cpu" if wanted is None else bool(wanted)
 
     def _checkpointed(self, model: nn.Module) -> nn.Module:
         ac, scope, loss = _settings(self.args, *self._keywords)
@@ -282,14 +271,13 @@ class CheckpointingMixin:
                 "compute_loss_func= computes the loss from whole logits, which loss='chunked' is to avoid. Drop one, or "
                 "call nemo_like.losses.chunked_cross_entropy in the model's forward."
             )
-        self._bare = copy_for_plans(model)
+        self._bare = copy_for_plans(model, self._cp().size > 1)
         budget = ac if isinstance(ac, Plan) else parse_ac(ac)
         if isinstance(budget, MemoryBudget):  # planned for the largest batch of the training set, or for the sample
             refuse_two_kinds_of_checkpointing(self.args)
             planned, job = self.planned_job()
-            sample = call_of_model(self, largest_batch(self)) if self._sample is None else self._sample
-            left = without_reference(self, budget, device_of(job))
-            ac = plan_for(planned, job.change(ac=left, ac_scope=scope), sample_input=sample)
+            left = without_others(self, budget, device_of(job))
+            ac = plan_for(planned, job.change(ac=left, ac_scope=scope), sample_input=sample_of(self))
             layers = Counter(layer.label for layer in ac.layers)
             kinds = ", ".join(f"{count} {label}" for label, count in layers.items())
             say_once(
@@ -298,7 +286,7 @@ class CheckpointingMixin:
         cp = self._cp()
         if cp.size > 1:
             split_for_trainer(model, self, cp)
-        return checkpoint_for_trainer(model, self.args, ac, scope, self._sample, loss)
+        return checkpoint_for_trainer(model, self.args, ac, scope, self.ac_sample_input, loss)
 
     def _cp(self) -> ContextParallel:
         return ContextParallel.of(getattr(self.args, "cp", 1) if self._cp_keyword is None else self._cp_keyword)

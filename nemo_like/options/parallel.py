@@ -190,6 +190,8 @@ class DDP:
     ends in torch's "Expected to have finished reduction"; with it each step walks the graph once more."""
     bucket_cap_mb: float | None = setting(None, above=0, unit="number of MiB")
     """MiB of gradients that are reduced in one piece. None: torch's default (25)."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets that are reduced. False, as in torch and accelerate: each is in memory twice."""
     timeout_seconds: float | None = setting(None, above=0, unit="number of seconds")
     """As in `FSDP2`."""
 

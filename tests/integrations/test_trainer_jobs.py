@@ -1,20 +1,25 @@
 """Jobs of trainers as their settings make them: checkpointing of the trainer's own, its report, its largest batches."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.integrations.accelerate_settings import AccelerateSettings
 from nemo_like.integrations.trainer_batches import find_largest
 from nemo_like.integrations.trainer_job import job_of_trainer, optimizer_of
 from nemo_like.integrations.trainer_memory import ways_out
 from nemo_like.integrations.transformers import plan_trainer
+from nemo_like.options import DDP, FSDP2
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
+from nemo_like.planning.devices import device_of
 from tests.integrations.common import QUIET, tokenizer
-from tests.integrations.test_trainer_memory import LENGTHS, Limited, counted, made_trainer, transformers, wide
+from tests.integrations.test_trainer_memory import GRPO, LENGTHS, Limited, counted, made_trainer, transformers, wide
 from tests.models import decoders
 
 
@@ -23,9 +28,6 @@ def test_checkpointing_of_the_trainer_itself_is_planned(tmp_path: Path) -> None:
     report = plan_trainer(trainer, what_if=False)
     assert report.best.ac == report.job.ac.mode == "full"
     assert report.answer.startswith("The trainer is set up with activation_checkpointing=True") and "'none'" in report.answer
-    with counted(trainer) as counter:
-        trainer.train()
-    assert counter.peak == pytest.approx(report.best.plan.peak_bytes, rel=0.01)
 
 
 def test_the_line_to_paste_is_of_a_trainer(tmp_path: Path) -> None:
@@ -110,10 +112,9 @@ def evaluating(folder: Path, **options: Any) -> Any:
     return made_trainer("trainer", folder, [40] * 8, wide, evaluated=[400] * 24, **often | options)
 
 
-@pytest.mark.parametrize("metrics", [False, True])
-def test_the_plan_of_an_evaluation_is_what_is_counted(tmp_path: Path, metrics: bool) -> None:
+def test_the_plan_of_an_evaluation_has_the_outputs_that_wait(tmp_path: Path) -> None:
     trainer = evaluating(tmp_path)
-    trainer.compute_metrics = (lambda predicted: {}) if metrics else None
+    trainer.compute_metrics = lambda predicted: {}
     report = plan_trainer(trainer, what_if=False)
     assert report.evaluation_bytes > report.rows[0].plan.peak_bytes and "An evaluation takes" in report.answer
     with counted(trainer) as counter:
@@ -163,6 +164,8 @@ COUNTED = [name for name in TRAINER_OPTIMIZERS if name != "adamw_torch_8bit"]
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_bytes_of_an_optimizer_are_those_that_it_makes(tmp_path: Path, name: str) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), optim=name, **QUIET)
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # Trainers before have told it of their embeddings, by number.
     kind, keywords = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
     params = [torch.nn.Parameter(torch.randn(size)) for size in ((64, 100), (100, 64), (5000,), (80,))]
     optimizer = kind(params, **keywords)
@@ -198,3 +201,52 @@ def test_optimizer_arguments_that_make_more_states(tmp_path: Path) -> None:
 def test_lighter_states_are_offered(tmp_path: Path, name: str) -> None:
     trainer = made_trainer("trainer", tmp_path, LENGTHS, wide, optim=name)
     assert any(line.startswith("Lower it by optim='adamw_bnb_8bit'") for line in ways_out(trainer, *trainer.planned_job()))
+
+
+def test_a_vllm_in_the_process_takes_its_share(tmp_path: Path) -> None:
+    trainer = made_trainer("grpo", tmp_path, **GRPO)
+    limit = plan_trainer(trainer, what_if=False).limit
+    device = device_of(job_of_trainer(trainer))
+    trainer.args.use_vllm = True  # behind the constructor, which looks for the package
+    share = int(trainer.args.vllm_gpu_memory_utilization * device.memory_bytes)
+    assert plan_trainer(trainer, what_if=False).limit == limit - share
+    assert "vLLM alone takes" in ways_out(trainer, *trainer.planned_job())[0]
+    trainer.args.vllm_enable_sleep_mode = True
+    assert plan_trainer(trainer, what_if=False).limit == limit
+
+
+def test_a_sample_of_the_callers_is_planned(tmp_path: Path) -> None:
+    sample = {name: torch.ones(1, 900, dtype=torch.int64) for name in ("input_ids", "labels")}
+    trainer = made_trainer("trainer", tmp_path, [10] * 8, sample=sample)
+    assert plan_trainer(trainer, what_if=False).tokens == 900
+    assert not any("per_device_train_batch_size" in line for line in ways_out(trainer, *trainer.planned_job()))
+
+
+def test_settings_of_fsdp2_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.integrations import trainer_job
+
+    monkeypatch.setattr(trainer_job, "world_size", lambda: 2)
+    trainer, told = made_trainer("trainer", tmp_path), AccelerateSettings(shards=FSDP2(reshard_after_forward=False))
+
+    def job(**more: Any) -> Any:
+        monkeypatch.setattr(trainer_job, "accelerate_settings", lambda: replace(told, **more))
+        return job_of_trainer(trainer)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    made = job(policy=policy, units=("LlamaDecoderLayer",))
+    assert made.fsdp.reshard_after_forward is False
+    assert (made.param_dtype, made.precision.dtypes["reduce_dtype"]) == (torch.bfloat16, torch.float32)
+    with pytest.raises(NotImplementedError, match="fsdp_transformer_layer_cls_to_wrap is LlamaMLP"):
+        job(units=("LlamaMLP",))
+    with pytest.raises(NotImplementedError, match="fsdp_ignored_modules"):
+        job(not_planned="fsdp_ignored_modules, whose parameters are whole on each rank")
+
+
+def test_settings_of_ddp_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.integrations import trainer_job
+
+    monkeypatch.setattr(trainer_job, "world_size", lambda: 2)
+    trainer = made_trainer("trainer", tmp_path, ddp_bucket_cap_mb=3)
+    assert job_of_trainer(trainer).ddp == DDP(True, 3, gradient_as_bucket_view=False)
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+    assert job_of_trainer(trainer).ddp == DDP(True, 3)

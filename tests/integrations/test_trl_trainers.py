@@ -79,7 +79,8 @@ def _train(
     more: dict[str, Any] = {}
     if kind == "grpo":
         # Its reference is the model without the adapter; another one it would load by name.
-        common |= dict(num_generations=4, max_completion_length=6, num_iterations=2, beta=0.1 if lora else 0.0)
+        common = dict(max_completion_length=6) | common
+        common |= dict(num_generations=4, num_iterations=2, beta=0.1 if lora else 0.0)
         more["reward_funcs"] = _reward
     elif reference or not lora:
         more["ref_model"] = decoders.build("llama", seed=1)
@@ -139,15 +140,18 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, logs: pytes
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_trainer_that_generates_its_batches_tries_none(tmp_path: Path, logs: pytest.LogCaptureFixture) -> None:
+def test_the_largest_batch_of_a_trainer_that_generates_is_tried(
+    tmp_path: Path, logs: pytest.LogCaptureFixture
+) -> None:
     logs.set_level("INFO", "nemo_like")
     _alike(tmp_path, "grpo", ac="full", check_memory=True)
-    assert "no largest batch to try: it makes its batches by generating" in logs.text
+    assert ", with the longest prompt and completions" in logs.text
 
 
-def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a batch of GRPOTrainer is a list.*Pass ac_sample_input="):
-        _train(tmp_path, "grpo", bare=False, ac="50%")
+def test_grpo_within_a_budget(tmp_path: Path) -> None:
+    _alike(tmp_path, "grpo", ac="50%")
+    with pytest.raises(ValueError, match=r"no max_completion_length.*pass ac_sample_input="):
+        _train(tmp_path, "grpo", bare=False, ac="50%", max_completion_length=None)
 
 
 def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path) -> None:

@@ -19,15 +19,41 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.distributed.launch import shutdown
 from nemo_like.integrations.transformers import plan_trainer
 from nemo_like.torch_compat import local_part
-from tests.integrations.test_trainer_memory import LENGTHS, made_trainer, wide
+from tests.integrations.test_trainer_memory import EVALUATION, LENGTHS, PACKED, job_of, made_trainer, wide
+
+EVALUATED = EVALUATION | {"evaluated": [400] * 48}
+# Jobs of docs/how-to/trainers.md on two ranks.
+JOBS: dict[str, dict[str, dict[str, Any]]] = {
+    "fsdp": {"trainer": {}, "trainer evaluation": EVALUATED, "sft": {}, "dpo": {}, "reward": {}},
+    "ddp": {
+        "trainer": {},
+        "trainer accumulating": {"gradient_accumulation_steps": 2},
+        "trainer evaluation": EVALUATED,
+        "sft packed": PACKED,
+    },
+}
+
+
+def rename() -> None:
+    """Have accelerate offer FSDP2 here."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def compared(sharding: str, folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the planned and the counted bytes of each job. The weights are made again on a rank's device, and counted."""
+    results = {}
+    for name, options in JOBS[sharding].items():
+        how: dict[str, Any] = {"ready": rename} if sharding == "fsdp" else {"ddp_backend": "gloo"}
+        AcceleratorState._reset_state()
+        trainer, planned = job_of(name, folder, **how | options)
+        with Counted() as counter:
+            trainer.train()
+        results[name] = planned, counter.peak
+    return results
 
 
 def trainer_of(kind: str, folder: Path, **options: Any) -> Any:
     """Return a trainer of a model of four layers, as one of two ranks."""
-
-    def rename() -> None:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
     AcceleratorState._reset_state()
     trainer = made_trainer(kind, folder, [length * 6 for length in LENGTHS], wide, rename, max_grad_norm=0.5, **options)
     assert trainer.accelerator.is_fsdp2
@@ -70,10 +96,10 @@ def trained(trainer: Any) -> dict[str, Any]:
     )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, sharding: str) -> None:
     """Train each kind without a check, with one, and within a budget."""
-    results: dict[str, Any] = {}
-    for kind in ("trainer", "sft", "dpo"):
+    results: dict[str, Any] = {"jobs": compared(sharding, folder)}
+    for kind in () if sharding == "ddp" else ("trainer", "sft", "dpo"):
         plain = trained(trainer_of(kind, folder, check_memory=False))
         trainer = trainer_of(kind, folder, check_memory=True)
         rows = plan_trainer(trainer, what_if=False).rows
@@ -82,13 +108,14 @@ def main(folder: Path) -> None:
         budget = (planned["none"] + planned["full"]) // 2
         within = trained(trainer_of(kind, folder, check_memory=True, ac=f"{budget}B"))
         results[kind] = dict(plain=plain, checked=checked, planned=planned, budget=budget, within=within)
-    trainer = trainer_of("trainer", folder, check_memory=True, ac="50%", cp=2)
-    rows = {row.ac: row.plan.peak_bytes for row in plan_trainer(trainer, what_if=False).rows}
-    results["cp"] = dict(planned=rows["50%"], counted=trained(trainer)["counted"])
+    if sharding == "fsdp":
+        trainer = trainer_of("trainer", folder, check_memory=True, ac="50%", cp=2)
+        rows = {row.ac: row.plan.peak_bytes for row in plan_trainer(trainer, what_if=False).rows}
+        results["cp"] = dict(planned=rows["50%"], counted=trained(trainer)["counted"])
     if os.environ["RANK"] == "0":
-        (folder / "memory.json").write_text(json.dumps(results), encoding="utf-8")
+        (folder / f"{sharding}.json").write_text(json.dumps(results), encoding="utf-8")
     shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -14,14 +14,15 @@ JOB = Path(__file__).with_name("launched_memory.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("memory")
-    run(*accelerate_launch(folder, "mixed_precision: 'no'\n"), str(JOB), str(folder))
-    return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+    run(*accelerate_launch(folder, "mixed_precision: 'no'\n"), str(JOB), str(folder), "fsdp")
+    run("torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB), str(folder), "ddp")
+    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("fsdp", "ddp")}
 
 
 @pytest.mark.long  # ten trainings of three trainers on two ranks, 45 s in all
 @pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
 def test_the_largest_batch_first_and_the_plan(results: dict[str, Any], kind: str) -> None:
-    made = results[kind]
+    made = results["fsdp"][kind]
     plain, checked, within = made["plain"], made["checked"], made["within"]
     assert checked["digests"] == plain["digests"] == within["digests"]
     assert checked["losses"] == plain["losses"] == within["losses"]
@@ -32,5 +33,13 @@ def test_the_largest_batch_first_and_the_plan(results: dict[str, Any], kind: str
 
 
 @pytest.mark.long  # as above
+@pytest.mark.parametrize("sharding", ["fsdp", "ddp"])
+def test_the_plans_of_jobs(results: dict[str, Any], sharding: str) -> None:
+    for name, (planned, counted) in results[sharding]["jobs"].items():
+        print(f"{sharding} {name}: {planned:,} {counted:,} {counted / planned - 1:+.2%}")
+        assert -0.005 < planned / counted - 1 < 0.01, name
+
+
+@pytest.mark.long  # as above
 def test_a_budget_with_sequences_that_ranks_share(results: dict[str, Any]) -> None:
-    assert results["cp"]["counted"] == pytest.approx(results["cp"]["planned"], rel=0.01)
+    assert results["fsdp"]["cp"]["counted"] == pytest.approx(results["fsdp"]["cp"]["planned"], rel=0.01)

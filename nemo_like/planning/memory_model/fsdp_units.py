@@ -34,14 +34,14 @@ class GradientRule:
 
 
 def rules_of(
-    step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bool, device: str = "cpu"
+    step: StepSpec, *, sharded: bool, views: bool, cast: bool, first: bool, device: str = "cpu"
 ) -> list[GradientRule]:
     """Return the rules of the micro-batches of a step. After the third they repeat.
 
     Args:
         step: how many micro-batches there are, and whether gradients stay between steps.
         sharded: parameters are sharded by FSDP2.
-        ddp: gradients are views of buckets that stay, whatever `step` frees.
+        views: gradients are views of DDP's buckets, which stay, whatever `step` frees.
         cast: FSDP2 computes in another dtype than it reduces in, so that gradients are added up outside of autograd.
         first: the first step of all.
         device: the kind of device that parameters are on.
@@ -58,10 +58,10 @@ def rules_of(
         return [*before, GradientRule(accumulates=not cast, adds=stays)]
     if sharded:
         return [GradientRule(adds=stays or n > 0) for n in range(count)]
-    if ddp and once and step.zero_grad == "free":
+    if views and once and step.zero_grad == "free":
         # Without a reduction there is no bucket for a gradient to become a view of: both are there until the last backward.
         return [GradientRule(accumulates=n > 0, frees=n == count - 1) for n in range(count)]
-    if ddp:
+    if views:
         return [GradientRule(accumulates=True)] * count
     return [GradientRule(accumulates=stays or n > 0) for n in range(count)]
 

@@ -223,9 +223,9 @@ class RankSteps:
             stage = self.stages[0]
             output_bytes = stage.stage.outside(choices=stage.choices).kept_bytes
             stage.kept.append(self.storages.make(output_bytes, Part.KEPT_OUTPUT))
-            rules = self._rules(first=False)
+            rules, ddp = self._rules(first=False), self.query.job.ddp
             alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
-            starts = (alike or self.stay) and self.query.job.ddp is None
+            starts = (alike or self.stay) and not (ddp and ddp.gradient_as_bucket_view)
             # The one with the highest peak.
             stage.rules = rules[-1:] if alike else rules
         for stage in self.stages.values() if starts else ():
@@ -238,7 +238,7 @@ class RankSteps:
         return rules_of(
             job.step,
             sharded=stage.sharding.on,
-            ddp=job.ddp is not None,
+            views=job.ddp is not None and job.ddp.gradient_as_bucket_view,
             cast=stage.casts,
             first=first,
             device=stage.device.kind,
