@@ -295,8 +295,8 @@ def generated_batch(trainer: Any, rows: int, prompts: list[Any]) -> dict[str, Te
         f"{name}_{kind}": ones((rows, size), dtype=int64) for name, size in sizes.items() for kind in ("ids", "mask")
     }
     # Read only where the trainer's settings make them.
-    given = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
-    scores = {name: zeros(rows, length) for name in given}
+    scored = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+    scores = {name: zeros(rows, length) for name in scored}
     return whole | scores | {"advantages": zeros(rows), "num_items_in_batch": ones(()) * rows * length}
 
 

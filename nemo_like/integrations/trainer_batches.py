@@ -20,15 +20,10 @@ _MOST_PAIRED = 6  # Columns of which the sums of each two are compared, too: 15 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The batch with the most elements among those that were collated."""
+    """The largest batch among those that were collated."""
 
     batch: Any
     unknown: str = ""  # The rest of a sentence on rows that were not measured; empty: all were.
-
-    @property
-    def elements(self) -> int:
-        """Elements of all tensors."""
-        return sum(tensor.numel() for tensor in self._tensors())
 
     @property
     def bytes(self) -> int:
@@ -96,7 +91,7 @@ def find_largest_evaluated(trainer: Any, rows: int | None = None) -> LargestBatc
         loaders = [trainer.get_eval_dataloader(each) for each in sets]
         return max(
             (_largest_of(each, rows or trainer.args.eval_batch_size) for each in loaders),
-            key=lambda each: each.elements,
+            key=lambda each: each.bytes,
         )
 
 
@@ -109,7 +104,7 @@ def _largest_of(loader: Any, rows: int) -> LargestBatch:
         unknown = f", of {len(places):,} rows out of {len(data):,} that were measured; others may be larger"
     collate = _copy_of(loader.collate_fn)
     batches = (collate([data[places[row]] for row in longest]) for longest in _candidates(columns, rows))
-    return max((LargestBatch(batch, unknown) for batch in batches), key=lambda each: each.elements)
+    return max((LargestBatch(batch, unknown) for batch in batches), key=lambda each: each.bytes)
 
 
 def _copy_of(collate: Any) -> Any:
@@ -159,8 +154,8 @@ def _list_lengths(data: Any, name: str) -> Sequence[int] | None:
 def _sizes(row: Any) -> dict[Any, int]:
     """Return the sizes of the parts of a row that have one."""
     parts = dict(row) if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, tuple) else {"": row}
-    return {name: _size(part) for name, part in parts.items() if hasattr(part, "__len__")}
-
-
-def _size(part: Any) -> int:
-    return math.prod(part.shape) if hasattr(part, "shape") else len(part)
+    return {
+        name: math.prod(part.shape) if hasattr(part, "shape") else len(part)
+        for name, part in parts.items()
+        if hasattr(part, "__len__")
+    }

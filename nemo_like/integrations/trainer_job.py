@@ -193,8 +193,8 @@ def others_words(others: Mapping[str, int]) -> str:
 
 def sample_of(trainer: Any) -> Any:
     """Return the input that a trainer's plans are of: ``ac_sample_input``, or the call for its largest batch."""
-    given = getattr(trainer, "ac_sample_input", None)
-    return call_of_model(trainer, largest_batch(trainer)) if given is None else given
+    sample = getattr(trainer, "ac_sample_input", None)
+    return call_of_model(trainer, largest_batch(trainer)) if sample is None else sample
 
 
 class _ModelCalledError(Exception):

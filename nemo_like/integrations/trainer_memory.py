@@ -101,9 +101,9 @@ def _state_to_come(optimizer: Any, args: Any) -> list[torch.Tensor]:
     if inner is None or inner.state:
         return []
     params = [local_part(p) for group in inner.param_groups for p in group["params"] if p.requires_grad]
-    name, own = type(inner).__name__.lower(), str(getattr(args.optim, "value", args.optim))
+    name, optim = type(inner).__name__.lower(), str(getattr(args.optim, "value", args.optim))
     # The optimizer of the arguments, or the caller's own.
-    word = TRAINER_OPTIMIZERS.get(own) if name in own else None
+    word = TRAINER_OPTIMIZERS.get(optim) if name in optim else None
     word = word or ("sgd" if name.startswith("sgd") else "adamw-8bit" if "8bit" in name else "adamw")
     device = params[0].device.type if params else "cpu"
     trained = [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in params]

@@ -85,8 +85,8 @@ def as_set_up(trainer: Any, report: TrainerReport, set_up: str) -> TrainerReport
     row = next((row for row in report.rows if row.ac == set_up), None)
     if row is None or row == report.best:
         return report
-    own = own_checkpointing(trainer.args)
-    words = f"{report.answer} The trainer is set up with {own[0] if own else f'ac={set_up!r}'}"
+    checkpointing = own_checkpointing(trainer.args)
+    words = f"{report.answer} The trainer is set up with {checkpointing[0] if checkpointing else f'ac={set_up!r}'}"
     if not row.fits:
         return replace(report, answer=f"{words}, which does not fit: it takes {write_bytes(row.need.bytes)}.".lstrip())
     assert report.best is not None  # `row` fits
