@@ -28,7 +28,8 @@ from nemo_like._util.words import dtype_word
 from nemo_like.distributed import launch
 from nemo_like.flags import FLAGS, flags_of
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
-from nemo_like.integrations.trainer_job import call_of_model, largest_batch
+from nemo_like.integrations.trainer_batches import largest_batch
+from nemo_like.integrations.trainer_job import call_of_model
 from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingMixin
 from nemo_like.options import FSDP2
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS

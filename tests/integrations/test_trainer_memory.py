@@ -326,8 +326,6 @@ def test_the_program_of_the_page_runs_as_printed(tmp_path: Path, monkeypatch: py
     turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7 w8 w9"}]
     Path("chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4, encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    for fields in (transformers.TrainingArguments.__dataclass_fields__, trl.SFTConfig.__dataclass_fields__):
-        monkeypatch.setattr(fields["use_cpu"], "default", True)  # as where there is a GPU, the page has no word of it
     module = types.ModuleType("program")
     monkeypatch.setitem(sys.modules, "program", module)  # where a dataclass looks for its annotations
     exec(compile(program, "program.py", "exec"), module.__dict__)
