@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes, storages_of
-from nemo_like._util.log import quiet
+from nemo_like._util.log import quiet, say_once
 from nemo_like._util.tensors import map_tensors
 from nemo_like.fake.run import FakeRun, run_forward
 from nemo_like.integrations.trainer_batches import LargestBatch, find_largest_evaluated
@@ -49,7 +49,7 @@ class Evaluation:
 def evaluation_of(
     trainer: Any, model: nn.Module, query: Callable[[], PlanQuery], rows: int | None = None
 ) -> Evaluation | None:
-    """Return the memory of a trainer's evaluation; None: it has none, or a stream, or ranks share its sequences.
+    """Return the memory of a trainer's evaluation; None: it has none, or a stream, or one that is not planned.
 
     Args:
         trainer: the trainer.
@@ -62,7 +62,11 @@ def evaluation_of(
     (stage,) = query().stages
     if stage.job.cp.size > 1:
         return None
-    forward, output = _forward(model, call_of_model(trainer, largest.batch, training=False), stage)
+    try:
+        forward, output = _forward(model, call_of_model(trainer, largest.batch, training=False), stage)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a cache that needs values, for example
+        say_once(f"No plan is made of the evaluation: {error}")
+        return None
     ranks = stage.job.ranks
     labels = (largest.batch.get(name) for name in trainer.label_names)
     output += sum(label.nbytes for label in labels if label is not None)

@@ -44,6 +44,11 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     passes, ranks = args.gradient_accumulation_steps, world_size()
     if asked.get("ac") in (None, "none") and own_checkpointing(args) is not None:
         asked["ac"] = "full"
+        if (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("every_n_layers", 1) > 1:
+            asked["ac"] = "none"
+            say_once(
+                "every_n_layers leaves layers without checkpointing: planned as if none had any, which takes more."
+            )
     if getattr(args, "use_liger_kernel", False) and (args.liger_kernel_config or {}).get(_LIGER_LOSS, True):
         asked["loss"] = "chunked"  # Liger's loss never makes the logits of all tokens, either.
     step = StepSpec(
@@ -224,3 +229,10 @@ def call_of_model(trainer: Any, batch: Any, *, training: bool = True) -> dict[st
     finally:
         model.train(was_training)
     raise ValueError(f"{type(trainer).__name__} does not call its model for a batch. Pass ac_sample_input=.")
+
+
+def argument(name: str, value: str) -> str:
+    """Return the value of a flag as an argument of a trainer; empty: it has none for it."""
+    if name != "optimizer":
+        return f"{name}={value!r}"
+    return next((f"optim={own!r}" for own, word in TRAINER_OPTIMIZERS.items() if word == value), "")

@@ -18,7 +18,7 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.trainer_batches import find_largest, find_largest_evaluated, largest_batch
 from nemo_like.integrations.trainer_evaluation import base_bytes, evaluation_of, waiting_batches
-from nemo_like.integrations.trainer_job import call_of_model, others_bytes, others_words, sample_of
+from nemo_like.integrations.trainer_job import argument, call_of_model, others_bytes, others_words, sample_of
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import flag_changes, lowering, saving, where_memory_runs_out
@@ -143,7 +143,7 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
 
     def tried() -> Iterator[tuple[str, PlanQuery | None]]:
         for values, changed in flag_changes(job, ("ac", "loss", "offload", "optimizer")):
-            if words := " ".join(map(_argument, values, values.values())):
+            if words := " ".join(map(argument, values, values.values())):
                 yield words, query.changed(changed)
         rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
         if rows > 1 and trainer.args.n_gpu <= 1 and getattr(trainer, "ac_sample_input", None) is None:
@@ -182,7 +182,7 @@ def ways_out_of_evaluation(trainer: Any, model: nn.Module, job: Job) -> list[str
         if evaluation.batches > 1:
             yield "eval_accumulation_steps=1", replace(evaluation, batches=1).bytes
         for values, changed in flag_changes(job, ("optimizer",)):
-            if words := _argument("optimizer", values["optimizer"]):
+            if words := argument("optimizer", values["optimizer"]):
                 yield words, replace(evaluation, base=base_bytes(query.under(changed).stages[0])).bytes
 
     waiting = f", {write_bytes(evaluation.waiting)} of them outputs of other batches" if evaluation.waiting else ""
@@ -201,10 +201,3 @@ def ways_out_of_saving(trainer: Any, model: nn.Module, job: Job) -> list[str]:
         f"Saving a sharded model gathers its whole weights, {write_bytes(whole)}, on a rank. Set fsdp_state_dict_type: "
         "SHARDED_STATE_DICT in accelerate's config, and save by checkpoints (save_strategy)."
     ]
-
-
-def _argument(name: str, value: str) -> str:
-    """Return the value of a flag as an argument of a trainer; empty: it has none for it."""
-    if name != "optimizer":
-        return f"{name}={value!r}"
-    return next((f"optim={own!r}" for own, word in TRAINER_OPTIMIZERS.items() if word == value), "")

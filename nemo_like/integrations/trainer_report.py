@@ -1,5 +1,6 @@
 """The plan of a trainer's job, with the arguments to paste into the trainer."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from nemo_like._util.words import write_bytes
 from nemo_like.integrations.trainer_evaluation import evaluation_of
 from nemo_like.integrations.trainer_job import (
     ac_word,
+    argument,
     job_of_trainer,
     others_bytes,
     others_words,
@@ -53,7 +55,16 @@ def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool
     args = trainer.args
     sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": getattr(args, "max_length", None)}
     evaluated = 0 if evaluation is None else evaluation.bytes
+    changes = (replace(each, change=_OPTIMIZER.sub(_as_argument, each.change)) for each in report.what_if)
+    report = replace(report, what_if=tuple(changes))
     return as_set_up(trainer, TrainerReport(**vars(report), sizes=sizes, evaluation_bytes=evaluated), set_up)
+
+
+_OPTIMIZER = re.compile(r"optimizer='([\w-]+)'")
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    return argument("optimizer", match[1]) or match[0]
 
 
 @dataclass(frozen=True)

@@ -250,3 +250,15 @@ def test_settings_of_ddp_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert job_of_trainer(trainer).ddp == DDP(True, 3, gradient_as_bucket_view=False)
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     assert job_of_trainer(trainer).ddp == DDP(True, 3)
+
+
+def test_changes_are_arguments_of_a_trainer(tmp_path: Path) -> None:
+    trainer = made_trainer("trainer", tmp_path, LENGTHS, wide, optim="lion_32bit")
+    full = next(row for row in plan_trainer(trainer, what_if=False).rows if row.ac == "full")
+    report = plan_trainer(trainer, memory=full.plan.peak_bytes + 4096)
+    assert "optim='lion_8bit'" in {change.change for change in report.what_if}
+
+
+def test_checkpointing_of_every_other_layer_is_planned_as_more(tmp_path: Path) -> None:
+    some = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    assert job_of_trainer(made_trainer("trainer", tmp_path, **some)).ac.mode == "none"
