@@ -112,7 +112,7 @@ def _own_weights(named: dict[Block, Named], count: int) -> bool:
     """
     staying = {MemoryKind.WEIGHTS, MemoryKind.OLD, MemoryKind.OLD_GRADIENTS}
     weights = Counter(rounded(block) for block, each in named.items() if each.kind in staying)
-    of_each = weights | _sizes_in_a_step(named, MemoryKind.GRADIENTS)
+    of_each = weights | sizes_in_a_step(named, MemoryKind.GRADIENTS)
     return any(times >= count for size, times in of_each.items() if size > _ROUND)
 
 
@@ -266,7 +266,7 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
     """
     silent = [block for block in old if named[block].kind is MemoryKind.OLD]
     sizes = Counter(map(rounded, silent))
-    gradients, states = (_sizes_in_a_step(named, kind) for kind in (MemoryKind.GRADIENTS, MemoryKind.STATE))
+    gradients, states = (sizes_in_a_step(named, kind) for kind in (MemoryKind.GRADIENTS, MemoryKind.STATE))
     wanted = gradients if 3 * bytes_of(gradients) >= bytes_of(states) else states
     if not wanted or bytes_of(sizes & wanted) < _ALIKE * bytes_of(wanted):
         return {}
@@ -292,7 +292,7 @@ def first_of_sizes(blocks: Iterable[Block], wanted: Counter[int]) -> Iterator[Bl
             yield block
 
 
-def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
+def sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
     """Return how often each size occurs among one step's blocks of a kind, at most."""
     steps = grouped((each.step, rounded(block)) for block, each in named.items() if each.kind is kind)
     return functools.reduce(operator.or_, map(Counter, steps.values()), Counter[int]())
@@ -304,7 +304,7 @@ def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
     Weights that train have gradients in a step, or two states: of two models that take turns, each has states. The least
     blocks tell nothing: counters of steps are as small. Of layers that do not train there are as a rule other numbers.
     """
-    gradients = _sizes_in_a_step(named, MemoryKind.GRADIENTS)
+    gradients = sizes_in_a_step(named, MemoryKind.GRADIENTS)
     states = Counter(rounded(block) for block, each in named.items() if each.kind is MemoryKind.STATE)
     weights = [block for block, each in named.items() if each.kind is MemoryKind.WEIGHTS and block.born > BEFORE]
     there = Counter(size for size in map(rounded, weights) if size > _ROUND)

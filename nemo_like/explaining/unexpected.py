@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nemo_like._util.table import byte_word, grouped
-from nemo_like.explaining.parts import BACK, MemoryKind, Named, StepParts, rounded
+from nemo_like.explaining.parts import BACK, MemoryKind, Named, StepParts, bytes_of, rounded, sizes_in_a_step
 from nemo_like.explaining.snapshot import BEFORE, Block, Gone, MemoryTimeline, SegmentAt
 from nemo_like.explaining.stacks import Phase, phase_of, place_of, text_of
 from nemo_like.options.memory import AllocatorConfig
@@ -163,6 +163,7 @@ def _gradients(
     """
     freed, kept, older = list[Gone](), list[Gone](), list[Gone]()
     states = {rounded(block) for block, named in parts.named.items() if named.kind is MemoryKind.STATE}
+    after_updates = [step for step, begin in steps.begins.items() if steps.updated(steps.turn(step - 1), begin)]
     for block, (named, since) in outlive.items():
         turn = steps.turn(named.step + 1)
         if named.kind not in (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS):
@@ -170,12 +171,7 @@ def _gradients(
         if block.died is not None and block.died <= turn:
             freed.append(Gone(block, since))
         elif named.step > BEFORE and block.died is None and rounded(block) in states:
-            later = [
-                step
-                for step in steps.begins
-                if step > named.step and steps.updated(steps.turn(step - 1), steps.begins[step])
-            ]
-            kept += [Gone(block, steps.begins[step], steps.turn(step)) for step in later]
+            kept += [Gone(block, steps.begins[step], steps.turn(step)) for step in after_updates if step > named.step]
         elif named.step == BEFORE and block.frames and turn == steps.end:
             older.append(Gone(block, since))
     kind = "gradients of the last step"
@@ -226,19 +222,19 @@ def _saves(block: Block) -> bool:
 
 def _idle_streams(timeline: MemoryTimeline) -> Unexpected | None:
     """Return the free segments of streams that allocate no longer, which serve no other stream; None: there are none."""
-    at, last = timeline.most_reserved_at, dict[int, int]()
+    at, last, used = timeline.most_reserved_at, dict[int, int](), dict[int, int]()
     for number, event in enumerate(timeline.trace):
-        if event["action"] == "alloc":
-            last[event.get("stream", 0)] = number
+        if event["action"] in ("alloc", "free_completed"):
+            used[event.get("stream", 0)] = number
+            if event["action"] == "alloc":
+                last[event.get("stream", 0)] = number
     idle = {stream for stream, number in last.items() if number < min(at, _IDLE * len(timeline.trace))}
-    free = (
-        [segment.size for segment in timeline.segments_at(at) if segment.stream in idle and not segment.blocks]
-        if idle
-        else []
-    )
-    since = max((last[stream] for stream in idle), default=BEFORE)
+    if not idle or len(idle) == len(last):  # where none allocates, the recording goes on behind the last step
+        return None
+    free = [segment.size for segment in timeline.segments_at(at) if segment.stream in idle and not segment.blocks]
+    since = max(used[stream] for stream in idle)
     after = max([*timeline.reserved[: since + 1], *(size - sum(free) for size in timeline.reserved[since + 1 :])])
-    if not free or len(idle) == len(last):  # where none allocates, the recording goes on behind the last step
+    if after >= timeline.reserved[at + 1]:
         return None
     streams = "a stream" if len(idle) == 1 else f"{len(idle)} streams"
     return Unexpected(
@@ -312,11 +308,8 @@ def strongest(tried: Iterable[Cure], peak: int) -> list[Cure]:
 def _moments(parts: StepParts) -> list[Block]:
     """Return the state of an optimizer with two moments for each weight, in more than 8 bits; empty: it has others."""
     state = [block for block, named in parts.named.items() if named.kind is MemoryKind.STATE]
-    gradients = [block for block, named in parts.named.items() if named.kind is MemoryKind.GRADIENTS]
-    most = {named.step: 0 for named in map(parts.named.__getitem__, gradients)}
-    for block in gradients:
-        most[parts.named[block].step] += block.size
-    return state if sum(block.size for block in state) >= _TWO * max(most.values(), default=0) else []
+    gradients = bytes_of(sizes_in_a_step(parts.named, MemoryKind.GRADIENTS))
+    return state if sum(block.size for block in state) >= _TWO * gradients else []
 
 
 def _recomputed(timeline: MemoryTimeline, parts: StepParts) -> Iterator[Cure]:
