@@ -17,7 +17,7 @@ from nemo_like.integrations.trainer_batches import largest_batch
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.options import DDP, CheckpointConfig, ContextParallel, MemoryBudget, Single, StepSpec
-from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, WIDE_EMBEDDINGS
 from nemo_like.planning.devices import Device
 from nemo_like.precision import Autocast
 from nemo_like.transformers_compat import NO_SPLIT, prepared_inputs
@@ -151,6 +151,7 @@ def planned_model(model: nn.Module, shares_sequences: bool = False) -> nn.Module
     """
     copied, told = copy_to_keep(model), accelerate_settings()
     setattr(copied, LEFT_ALONE, not shares_sequences)
+    setattr(copied, WIDE_EMBEDDINGS, True)
     if not told.shards:
         return copied
     if told.precision is not None:

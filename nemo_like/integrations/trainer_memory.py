@@ -58,7 +58,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
         for name, value in vars(trainer).items()
         if type(value) in (int, float) or (name.startswith("_") and all(map(_counts, tree_leaves(value))))
     }
-    state = _state_to_come(trainer.optimizer, trainer.args)
+    state = _state_to_come(trainer.optimizer, trainer.args, model)
     with random_numbers_put_back(trainer.args.device), without_generating(trainer):
         if trainer.args.gradient_accumulation_steps > 1:
             with trainer.accelerator.no_sync(model=model):
@@ -95,18 +95,22 @@ def _counts(value: Any) -> bool:
     return is_plain_value(value) and not callable(value)
 
 
-def _state_to_come(optimizer: Any, args: Any) -> list[torch.Tensor]:
+def _state_to_come(optimizer: Any, args: Any, model: nn.Module) -> list[torch.Tensor]:
     """Return memory as large as the state that the optimizer's first step will make; empty: it is there."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if inner is None or inner.state:
         return []
-    params = [local_part(p) for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    every = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    params, wide = list(map(local_part, every)), {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     name, optim = type(inner).__name__.lower(), str(getattr(args.optim, "value", args.optim))
     # The optimizer of the arguments, or the caller's own.
     word = TRAINER_OPTIMIZERS.get(optim) if name in optim else None
     word = word or ("sgd" if name.startswith("sgd") else "adamw-8bit" if "8bit" in name else "adamw")
     device = params[0].device.type if params else "cpu"
-    trained = [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in params]
+    trained = [
+        TrainedParameter(tuple(p.shape), p.numel(), p.element_size(), wide=id(whole) in wide)
+        for p, whole in zip(params, every)
+    ]
     sizes = optimizer_memory(trained, word, device=device).states
     return [
         torch.empty(size, dtype=torch.uint8, device=param.device)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # imported where an optimizer is made
     import torch
     from torch import nn
 
+# An attribute of models: bitsandbytes keeps 32-bit states for embeddings, as a Trainer tells it (`create_optimizer`).
+WIDE_EMBEDDINGS = "nemo_like_wide_embeddings"
 _COUNTER = 4  # Bytes of AdamW's counter of steps.
 # Sizes of 8-bit states: values that share a scale, and elements from which on a parameter has them.
 QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
@@ -26,6 +28,7 @@ class TrainedParameter:
     elements: int  # On this rank, padding included.
     itemsize: int
     in_layer: bool = False  # It belongs to a layer: not embedding, last norm or head.
+    wide: bool = False  # Its states are in float32 where those of others are in 8 bits.
 
     @property
     def size(self) -> int:
@@ -171,7 +174,7 @@ def _quantized(count: int) -> Memory:
     """
 
     def state(param: TrainedParameter) -> tuple[int, ...]:
-        if param.elements < SMALLEST_QUANTIZED:
+        if param.wide or param.elements < SMALLEST_QUANTIZED:
             return (4 * param.elements,) * count
         return (param.elements,) * count + (4 * -(-param.elements // QUANTIZED_BLOCK),) * count
 

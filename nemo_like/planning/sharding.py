@@ -26,7 +26,7 @@ from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
 from nemo_like.fake.model_copy import scales_of
-from nemo_like.options.optimizers import TrainedParameter
+from nemo_like.options.optimizers import WIDE_EMBEDDINGS, TrainedParameter
 from nemo_like.options.parallel import FSDP2, Precision, ranks_between, unit_reshards
 from nemo_like.torch_compat import local_part
 
@@ -199,10 +199,12 @@ class ParameterForms:
         self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.
         expert_ids = {id(weight) for expert in experts for weight in expert.weights}
         in_layers = {id(p) for layer in layers for p in layer.inner.parameters()}
+        embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and hasattr(model, WIDE_EMBEDDINGS))
+        wide = {id(embedding.weight) for embedding in embeddings}
         # Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an
-        # expert's.
-        self.trains: list[tuple[int, bool, bool]] = [
-            (self.form(p), id(p) in in_layers, id(p) in expert_ids)
+        # expert's, whether its 8-bit states are wide.
+        self.trains: list[tuple[int, bool, bool, bool]] = [
+            (self.form(p), id(p) in in_layers, id(p) in expert_ids, id(p) in wide)
             for p in model.parameters()
             if self.trains_in_step(p)
         ]
@@ -290,10 +292,10 @@ def sharding_of(
         return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
     @functools.cache
-    def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
+    def trains_as(form: int, in_layer: bool, of_expert: bool, wide: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
         elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
-        return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
+        return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer, wide)
 
     reshard = bool(unit_reshards(fsdp, "experts"))
     inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}

@@ -19,7 +19,15 @@ from nemo_like.options import DDP, FSDP2
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.devices import device_of
 from tests.integrations.common import QUIET, tokenizer
-from tests.integrations.test_trainer_memory import GRPO, LENGTHS, Limited, counted, made_trainer, transformers, wide
+from tests.integrations.test_trainer_memory import (
+    GRPO,
+    LENGTHS,
+    Limited,
+    counted,
+    made_trainer,
+    transformers,
+    wide,
+)
 from tests.models import decoders
 
 
@@ -161,11 +169,10 @@ NAMES = [each.value for each in transformers.training_args.OptimizerNames]
 COUNTED = [name for name in TRAINER_OPTIMIZERS if name != "adamw_torch_8bit"]
 
 
+@pytest.mark.usefixtures("overrides")
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_bytes_of_an_optimizer_are_those_that_it_makes(tmp_path: Path, name: str) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), optim=name, **QUIET)
-    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # Trainers before have told it of their embeddings, by number.
     kind, keywords = transformers.Trainer.get_optimizer_cls_and_kwargs(arguments)
     params = [torch.nn.Parameter(torch.randn(size)) for size in ((64, 100), (100, 64), (5000,), (80,))]
     optimizer = kind(params, **keywords)

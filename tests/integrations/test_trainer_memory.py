@@ -198,9 +198,9 @@ def counted(trainer: Any) -> Iterator[LiveBytes]:
     counter.peak += sum(storage.nbytes() for storage in tensors)
 
 
-def wide() -> nn.Module:
+def wide(vocabulary: int = decoders.VOCAB) -> nn.Module:
     return made(
-        "Llama", vocab_size=decoders.VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+        "Llama", vocab_size=vocabulary, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "trainer bf16": {"bf16": True},
     "trainer fused": {"optim": "adamw_torch_fused"},
     "trainer adafactor": {"optim": "adafactor"},
-    "trainer 8-bit": {"optim": "adamw_bnb_8bit"},
+    "trainer 8-bit": {"optim": "adamw_bnb_8bit", "model": lambda: wide(2000)},
     "trainer accumulating, rmsprop": {"gradient_accumulation_steps": 2, "optim": "rmsprop"},
     "trainer evaluation": EVALUATION | {"evaluated": [400] * 24},
     "sft": {},
@@ -237,6 +237,7 @@ def job_of(name: str, folder: Path, **more: Any) -> tuple[Any, int]:
     return trainer, max(row.plan.peak_bytes, report.evaluation_bytes)
 
 
+@pytest.mark.usefixtures("overrides")
 @pytest.mark.parametrize("name", JOBS)
 def test_the_plan_of_a_trainer_is_what_is_counted(tmp_path: Path, name: str) -> None:
     trainer, planned = job_of(name, tmp_path, **JOBS[name])
