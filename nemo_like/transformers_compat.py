@@ -267,14 +267,12 @@ def prepared_inputs(trainer: Any, batch: Any) -> Any:
 @contextmanager
 def without_generating(trainer: Any) -> Iterator[None]:
     """Have steps take the batches that they are given, also where the trainer would generate others from them."""
-    if not generates_batches(trainer):
-        yield
-        return
-    vars(trainer)[_PREPARE] = getattr(trainer, _MOVE)
+    if generates_batches(trainer):
+        vars(trainer)[_PREPARE] = getattr(trainer, _MOVE)
     try:
         yield
     finally:
-        del vars(trainer)[_PREPARE]
+        vars(trainer).pop(_PREPARE, None)
 
 
 def generated_batch(trainer: Any, rows: int, prompts: list[Any]) -> dict[str, Tensor]:

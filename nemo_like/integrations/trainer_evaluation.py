@@ -13,7 +13,7 @@ from nemo_like._util.live_bytes import LiveBytes, storages_of
 from nemo_like._util.log import quiet, say_once
 from nemo_like._util.tensors import map_tensors
 from nemo_like.fake.run import FakeRun, run_forward
-from nemo_like.integrations.trainer_batches import LargestBatch, find_largest_evaluated
+from nemo_like.integrations.trainer_batches import find_largest_evaluated
 from nemo_like.integrations.trainer_job import call_of_model
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.torch_compat import FAKE_LOGGER
@@ -24,7 +24,6 @@ from nemo_like.transformers_compat import kept_by_evaluation
 class Evaluation:
     """The bytes of an evaluation of the largest batches on one rank, while the optimizer's state is there."""
 
-    largest: LargestBatch
     base: int  # Bytes that are there between steps, and of FSDP2's gathered units.
     inputs: int  # Bytes of batches.
     forward: int  # The most bytes of a forward without gradients, its output included.
@@ -73,7 +72,7 @@ def evaluation_of(
     # On the CPU the batch that the loader has fetched ahead is there, too.
     inputs = largest.bytes * (2 if stage.device.kind == "cpu" else 1)
     batches = waiting_batches(trainer, rows, ranks)
-    return Evaluation(largest, base_bytes(stage), inputs, forward, output * ranks, batches)
+    return Evaluation(base_bytes(stage), inputs, forward, output * ranks, batches)
 
 
 def waiting_batches(trainer: Any, rows: int | None, ranks: int) -> int:

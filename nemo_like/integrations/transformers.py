@@ -184,8 +184,8 @@ class CheckpointingMixin:
     With ``cp``, groups of that many ranks share each batch and split its sequences (`nemo_like.parallelize`). A budget
     is planned for the largest batch of the training set (or ``ac_sample_input``), as accelerate shards and casts it. Works
     with ``model_init`` and with PEFT models. With ``loss="chunked"``, `output.logits` is None in training and whole in
-    evaluation, as `compute_metrics` needs them. Where memory runs out in a step, the error has changes that lower the
-    peak.
+    evaluation, as `compute_metrics` needs them. Where memory runs out in training, evaluation or saving, the error has
+    changes that lower the peak.
 
     Raises:
         ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
