@@ -10,6 +10,7 @@ command's options do not import it, and all else is imported inside of ``run``.
 import argparse
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from nemo_like.commands.settings_options import take_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 2 bad input (in one line), 130 interrupted."""
+    """Run one command and return its exit status: 0 done, 2 bad input (in one line), 130 interrupted, 141 unread."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, such as ``head``, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest as it ends
+        return 141
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
         print(f"{program}: {in_options(str(error))}", file=sys.stderr)
         return 2

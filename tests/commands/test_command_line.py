@@ -169,6 +169,13 @@ def test_an_interrupted_command_ends_with_130_and_a_line(
     assert program("layers --model llama-tiny", 130).err.splitlines()[-1] == "nemo-like layers: interrupted."
 
 
+def test_a_reader_that_has_enough_gets_no_error() -> None:
+    ran = subprocess.Popen([sys.executable, "-m", "nemo_like", "gpus"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert ran.stdout is not None
+    ran.stdout.close()
+    assert (ran.communicate()[1], ran.returncode) == (b"", 141)
+
+
 def test_a_budget_is_written_as_short_as_it_is_read_back() -> None:
     words = {
         65068754534: "60.6GiB",
