@@ -321,7 +321,7 @@ _BACKENDS = {
         _EXPANDABLE.format("_NPU"),
         "Use fewer process groups, or HCCL_BUFFSIZE=100.",
     ),
-    # https://intel.github.io/llvm/EnvironmentVariables.html
+    # Variables of the Level Zero adapter, in the documentation of oneAPI's Unified Runtime.
     "XPU": _Backend(
         "xpu-smi ps",
         "torch.xpu",

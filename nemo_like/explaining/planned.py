@@ -142,17 +142,17 @@ class PlannedJob:
 
         It is refused if the two are over a tenth apart, and the planned peak does not explain why memory ran out.
         """
-        peak = peak_of(self.query, _choices(self.query))
-        needed = (message.allocated_bytes or peak.total) + (message.asked_bytes or 0)
-        could_have = needed if message.free_bytes is None else needed - (message.asked_bytes or 0) + message.free_bytes
-        could_have += message.unallocated_bytes or 0
+        peak, allocated = peak_of(self.query, _choices(self.query)), message.allocated_bytes
+        needed = (allocated or 0) + (message.asked_bytes or 0)
+        could_have = (allocated or 0) + (message.free_bytes or 0) + (message.unallocated_bytes or 0)
         apart = abs(peak.total - needed) > _MESSAGE_ALIKE * max(peak.total, needed)
+        if allocated is None or not apart or peak.total > max(needed, could_have):
+            return PlanComparison(peak.total, peak.at)
         refusal = (
             f"No changes are listed: tensors and request of the message are {write_bytes(needed)}, over a tenth apart from "
             f"the plan's {write_bytes(peak.total)}. Give the --model, --ac and options that ran, or a snapshot."
         )
-        wrong = message.allocated_bytes is not None and apart and peak.total <= max(needed, could_have)
-        return PlanComparison(peak.total, peak.at, refusal=refusal if wrong else "")
+        return PlanComparison(peak.total, peak.at, refusal=refusal)
 
     def cures(self, peak: int) -> list[Cure]:
         """Return the changes that lower the peak, the strongest first; each lowers `peak` by as much as the planned

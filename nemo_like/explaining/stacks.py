@@ -150,8 +150,8 @@ def class_at(filename: str, line: int) -> str:
 def _methods(filename: str) -> list[tuple[int, int, str]]:
     """Return the first and last line of each function within a class, and the name of the class."""
     path = Path(filename)
-    if path.suffix == ".py" and path.is_file():
-        with suppress(SyntaxError, ValueError, RecursionError):
+    with suppress(OSError, SyntaxError, ValueError, RecursionError):  # a name may be longer than a file system takes
+        if path.suffix == ".py" and path.is_file():
             return list(_functions(ast.parse(path.read_text(encoding="utf-8", errors="replace"))))
     return []
 

@@ -15,6 +15,7 @@ import os
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -149,16 +150,18 @@ def open_samples(option: str, path: str, forms: Sequence[set[str]]) -> Any:
     return data
 
 
-def bad_sample(path: str, data: Iterable[Any], forms: Sequence[set[str]], assistant: bool = False) -> str:
+def bad_sample(path: str, data: Sequence[Any], forms: Sequence[set[str]], assistant: bool = False) -> str:
     """Return the place and the fault of the first sample that cannot be used, in words; empty: all can.
 
     Args:
         path: the file of `data`: of JSON lines the number of the line is named, else that of the sample.
+        data: all samples, in the file's order; empty: they could not be read.
         assistant: conversations must have a turn of the assistant.
     """
-    lines, form = Path(path).suffix in (".json", ".jsonl") and Path(path).is_file(), None
-    with open(path if lines else os.devnull, encoding="utf-8", errors="replace") as file:
-        for number, sample in enumerate(file if lines else data, 1):
+    file, form = Path(path), None
+    lines = file.suffix in (".json", ".jsonl") and file.is_file() and _has_json_lines(file, bool(data))
+    with file.open(encoding="utf-8", errors="replace") if lines else nullcontext(data) as samples:
+        for number, sample in enumerate(samples, 1):
             if isinstance(sample, str):
                 if not sample.strip():
                     continue
@@ -177,6 +180,13 @@ def bad_sample(path: str, data: Iterable[Any], forms: Sequence[set[str]], assist
                 needed = " and ".join(sorted(form or ("messages",), reverse=True))
                 return f"{'line' if lines else 'sample'} {number} {fault}; each must have {needed}."
     return ""
+
+
+def _has_json_lines(file: Path, was_read: bool) -> bool:
+    """Return whether a file has an object in each line, not one array or object in several; `was_read`: by `datasets`."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        first = next((line.strip() for line in lines if line.strip()), "")
+    return first.startswith("{") and (first.endswith("}") or not was_read)
 
 
 def _fault(sample: Mapping[str, Any], form: Iterable[str], assistant: bool) -> str:

@@ -213,9 +213,8 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
     how = {"trust_remote_code": options.trust_remote_code}
     with _opening(options):
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, **how)
-        config = transformers.AutoConfig.from_pretrained(options.model, **how)
     if options.qlora and model is None:
-        check_widths(config, torch.bfloat16 if options.precision == "bfloat16" else torch.float32)
+        check_widths(options, **how)
     with _opening(options):
         model, adapters = _load_model(options, **how) if model is None else (model, None)
     try:
@@ -229,7 +228,9 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
             processing_class=tokenizer,
         )
     except Exception as error:  # a chat template is a program: it raises any error
-        reason = bad_sample(options.data, data, FORMS, options.train_on == "assistant")
+        # `data` may be a shuffled part of the file.
+        whole = open_samples("--data", options.data, FORMS)
+        reason = bad_sample(options.data, whole, FORMS, options.train_on == "assistant")
         if reason:
             raise ValueError(f"--data is {options.data!r}: {reason}") from error
         if isinstance(error, ValueError):
@@ -257,7 +258,7 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
     half = options.precision == "bfloat16"
     if options.qlora:
         require("bitsandbytes", "qlora", "for --qlora")
-        stored = torch.bfloat16 if half else torch.float32  # FSDP2 shards only parameters of one dtype
+        stored = _stored(options)
         how["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=stored, bnb_4bit_quant_storage=stored
         )
@@ -276,10 +277,17 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
     )
 
 
-def check_widths(config: Any, stored: torch.dtype) -> None:
-    """Raise ValueError if a linear's weights of 4 bits do not fill numbers of the dtype `stored`, which hold them."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+def _stored(options: FinetuneOptions) -> torch.dtype:
+    """Return the dtype that weights of 4 bits are packed into: FSDP2 shards only parameters of one dtype."""
+    return torch.bfloat16 if options.precision == "bfloat16" else torch.float32
+
+
+def check_widths(options: FinetuneOptions, **how: Any) -> None:
+    """Raise ValueError if a linear's weights of 4 bits do not fill the numbers that they are packed into."""
+    with _opening(options), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(options.model, **how)
+        model = transformers.AutoModelForCausalLM.from_config(config, **how)
+    stored = _stored(options)
     in_one, head = 2 * stored.itemsize, model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not head and module.weight.numel() % in_one:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_like.explaining.messages import _PLAIN, OutOfMemory, causes, read_message, words
+from nemo_like.explaining.messages import _PLAIN, OutOfMemory, causes, words
+from tests.explaining.test_messages import read
 
 PUBLIC: list[dict[str, str]] = json.loads(Path(__file__).with_name("oom_classes.json").read_text(encoding="utf-8"))
 GIB, TOTAL = 1 << 30, 79.19
@@ -21,12 +22,6 @@ OLD = (
     "{k} out of memory. Tried to allocate {asked:.2f} GiB (GPU 0; 79.19 GiB total capacity; {live:.2f} GiB already "
     "allocated; {free:.2f} GiB free; {reserved:.2f} GiB reserved in total by PyTorch)"
 )
-
-
-def read(text: str) -> OutOfMemory:
-    message = read_message(text)
-    assert message is not None
-    return message
 
 
 GRID = [

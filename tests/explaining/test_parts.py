@@ -8,9 +8,9 @@ import pytest
 from nemo_like.explaining.explain import explain, explained
 from nemo_like.explaining.explanation import Explanation
 from nemo_like.explaining.parts import parts_of
-from nemo_like.explaining.snapshot import timelines
+from nemo_like.explaining.snapshot import BEFORE, timelines
 from nemo_like.explaining.snapshot_file import read_snapshot
-from nemo_like.explaining.stacks import Phase
+from nemo_like.explaining.stacks import CUBLAS_WORKSPACE, Phase
 from tests.explaining.made import Recording, frame, real, stack, window
 
 MIB = 1 << 20
@@ -138,6 +138,16 @@ def test_parts_of_a_published_record_have_no_cause_but_fragments(name: str) -> N
             found = explained(part)
             assert {each.kind for each in found.unexpected} <= {"fragmentation"}, (first, end, found.unexpected)
             assert all(each.size <= found.reserved_bytes - found.in_use_then for each in found.unexpected)
+            assert max(found.peaks.values(), default=0) <= found.peak_bytes
+
+
+def test_cublas_workspace_has_the_size_that_published_stacks_name() -> None:
+    """In the three records whose stacks have C++, each block of that size is made by ``getNewWorkspace``, and no other."""
+    for name in ("cellular-automaton", "conv3d-nine-epochs", "four-layers-100-three-steps"):
+        (whole,) = timelines(read_snapshot(real(name)))
+        recorded = [block for block in whole.blocks if block.born > BEFORE]
+        by_stack = {block for block in recorded if "getNewWorkspace" in str(block.frames)}
+        assert by_stack == {block for block in recorded if block.requested == CUBLAS_WORKSPACE} and by_stack
 
 
 def test_full_is_offered_where_memory_ran_out_in_forward() -> None:
@@ -299,6 +309,12 @@ def test_a_plain_step_has_nothing_unexpected() -> None:
     assert weights
     found = explain(made.snapshot())
     assert not found.unexpected and found.layers == (16 * MIB, 16 * MIB)
+    # Weights and state are 16 MiB: the second forward has 33 and 2 more, each backward has 8 of gradients.
+    assert {name: size // MIB for name, size in found.peaks.items()} == {
+        "forward": 51,
+        "backward": 24,
+        "the optimizer's step": 24,
+    }
     assert dict(found.parts) == {
         "activations": 33 * MIB,
         "weights": 8 * MIB,

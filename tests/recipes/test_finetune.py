@@ -12,7 +12,7 @@ import torch
 
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.option_fields import parse_options
-from nemo_like.recipes.data import open_samples
+from nemo_like.recipes.data import bad_sample, open_samples
 from nemo_like.recipes.options import FinetuneOptions
 from tests.integrations.test_trainer_memory import Limited
 from tests.recipes.finetune_files import make_model, questions, write_lines
@@ -178,6 +178,20 @@ def test_bad_data_end_in_a_line(
     assert _run(files | {"data": str(tmp_path / "bad.jsonl")}, tmp_path / "out") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("[rank 0] error: --data is ") and BAD_DATA[text] in last
+
+
+def test_a_bad_sample_has_its_number_in_any_file(tmp_path: Path) -> None:
+    """One array in several lines has samples, and no lines; a file that datasets read is no damaged one."""
+    good, bad = {"text": "a"}, {"text": 3}
+    (tmp_path / "array.json").write_text(json.dumps([good, bad], indent=1))
+    (tmp_path / "object.json").write_text(json.dumps(good, indent=1))
+    for name, samples, message in (
+        ("array.json", [good, bad], "sample 2 has text '3', which is not a list of messages; each must have text."),
+        ("array.json", [], ""),
+        ("object.json", [good], ""),
+        ("object.json", [], "line 1 is not JSON (Expecting property name"),
+    ):
+        assert bad_sample(str(tmp_path / name), samples, finetune.FORMS).startswith(message)
 
 
 def test_what_cannot_be_used_ends_in_a_line(
